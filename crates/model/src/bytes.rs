@@ -1,0 +1,178 @@
+//! [`HostBytes`]: one aligned block of host memory with a boxed owner.
+//!
+//! Invariants:
+//! - the block stays at its address and valid until the owner is dropped, which happens exactly
+//!   once, when the `HostBytes` is dropped;
+//! - a writable block is referenced by nobody else; a read-only block is never written through.
+#![allow(unsafe_code)]
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+
+/// Alignment of every block and unit of the on-disk layout.
+pub const PAGE_BYTES: usize = 4096;
+
+/// A page-aligned block of host memory: heap, pinned, mapped or registered, as its owner decides.
+pub struct HostBytes {
+    start: NonNull<u8>,
+    len: usize,
+    writable: bool,
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the block is plain memory owned (through `_owner`, itself Send + Sync) by this value
+// alone; shared access only reads, exclusive access needs `&mut self`.
+unsafe impl Send for HostBytes {}
+// SAFETY: as above.
+unsafe impl Sync for HostBytes {}
+
+impl HostBytes {
+    /// A zeroed, page-aligned, writable heap block of `len` bytes.
+    pub fn zeroed(len: usize) -> HostBytes {
+        HostBytes::zeroed_with(len, ())
+    }
+
+    /// [`HostBytes::zeroed`], keeping `lease` alive as long as the block: its drop returns the
+    /// block's share to whoever counts it.
+    pub fn zeroed_with<L: Any + Send + Sync>(len: usize, lease: L) -> HostBytes {
+        let heap = Heap::zeroed(len);
+        let start = heap.start;
+        HostBytes { start, len, writable: true, _owner: Box::new((heap, lease)) }
+    }
+
+    /// A block that starts at `start`, valid as long as `owner` lives.
+    ///
+    /// # Safety
+    /// `start..start + len` must be one allocation or mapping that `owner` keeps alive and
+    /// unmoved, 4-byte aligned at least, initialised, and neither written nor (if `writable`)
+    /// read by anybody else while the block lives.
+    pub unsafe fn from_owner<O: Any + Send + Sync>(
+        start: NonNull<u8>,
+        len: usize,
+        writable: bool,
+        owner: O,
+    ) -> HostBytes {
+        HostBytes { start, len, writable, _owner: Box::new(owner) }
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the block has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether [`HostBytes::bytes_mut`] is allowed.
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// The block's bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: `from_owner`'s contract and `Heap` keep `start..start + len` valid and
+        // initialised while `self` lives; writing needs `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    /// The block's bytes, writable.
+    ///
+    /// # Panics
+    /// On a read-only block: that is a programmer's error.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        assert!(self.writable, "write to a read-only block");
+        // SAFETY: as in `bytes`; the block is writable and exclusively borrowed.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// The block as little-endian float32 values (`len / 4` of them).
+    pub fn f32s(&self) -> &[f32] {
+        // SAFETY: every bit pattern is an f32; alignment and length are checked by `align_to`.
+        let (head, body, tail) = unsafe { self.bytes().align_to::<f32>() };
+        assert!(head.is_empty() && tail.is_empty(), "block is not a float32 array");
+        body
+    }
+
+    /// The block as float32 values, writable. Panics as [`HostBytes::bytes_mut`].
+    pub fn f32s_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as in `f32s`.
+        let (head, body, tail) = unsafe { self.bytes_mut().align_to_mut::<f32>() };
+        assert!(head.is_empty() && tail.is_empty(), "block is not a float32 array");
+        body
+    }
+}
+
+impl fmt::Debug for HostBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostBytes")
+            .field("len", &self.len)
+            .field("writable", &self.writable)
+            .finish()
+    }
+}
+
+struct Heap {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: `Heap` owns its allocation and gives no access to it.
+unsafe impl Send for Heap {}
+// SAFETY: as above.
+unsafe impl Sync for Heap {}
+
+impl Heap {
+    fn zeroed(len: usize) -> Heap {
+        let layout = Layout::from_size_align(len.max(1), PAGE_BYTES)
+            .unwrap_or_else(|_| panic!("block of {len} bytes is beyond the address space"));
+        // SAFETY: the layout's size is at least 1.
+        let start = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
+        Heap { start, layout }
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this very layout, freed only here.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn heap_blocks_are_zeroed_aligned_and_writable() {
+        let mut block = HostBytes::zeroed(4096 + 4);
+        assert_eq!(block.bytes().as_ptr() as usize % PAGE_BYTES, 0);
+        assert!(block.bytes().iter().all(|&b| b == 0));
+        block.f32s_mut()[1024] = 1.5;
+        assert_eq!(block.bytes()[4096..], 1.5f32.to_le_bytes());
+    }
+
+    #[test]
+    fn dropping_a_block_drops_its_lease() {
+        let lease = Arc::new(());
+        let block = HostBytes::zeroed_with(8, Arc::clone(&lease));
+        assert_eq!(Arc::strong_count(&lease), 2);
+        drop(block);
+        assert_eq!(Arc::strong_count(&lease), 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "read-only")]
+    fn read_only_blocks_refuse_writes() {
+        static WORDS: [u32; 1] = [7];
+        // SAFETY: a static is never moved, freed or written.
+        let mut block =
+            unsafe { HostBytes::from_owner(NonNull::from(&WORDS).cast(), 4, false, ()) };
+        block.bytes_mut();
+    }
+}

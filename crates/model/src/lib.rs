@@ -1,0 +1,23 @@
+//! What a transformer is made of: ids, shapes, layers, tensors, and the memory they may use.
+//!
+//! Invariants:
+//! - nothing here knows files, sockets, devices, threads or async code;
+//! - a layer's tensors lie back to back in one block, in the order of its [`LayerSpec`];
+//! - everything is derived from [`ModelConfig`] alone, never from a memory budget, so that bits
+//!   never depend on one.
+
+mod bytes;
+mod config;
+mod hash;
+mod ids;
+mod layers;
+mod limits;
+
+pub use bytes::{HostBytes, PAGE_BYTES};
+pub use config::{ConfigError, Family, ModelConfig, RopeScaling};
+pub use hash::{hex, parse_hex};
+pub use ids::{Attempt, LayerId, Micro, Slot, Step, TileId};
+pub use layers::{
+    LayerKind, LayerSpec, LayerTable, Plane, Role, TensorSpec, TileSpec, VOCAB_TILE_ROWS,
+};
+pub use limits::{Budget, BudgetError, CHUNK_BYTES, Limits, RunShape, Workspace};
