@@ -1,0 +1,188 @@
+//! Packs tokens into rows and writes the row file under its name only when it is complete.
+//!
+//! Invariant: while the writer lives, only `<name>.tmp` exists; a writer that is dropped before
+//! [`RowsWriter::finish`] removes it.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::bits::Bits;
+use crate::error::DataError;
+use crate::header::{HEADER_BYTES, RowsHeader};
+use crate::os;
+
+/// What is known about the data only when all of it was read.
+pub(crate) struct Totals {
+    pub(crate) vocab_size: u32,
+    pub(crate) documents: u64,
+    pub(crate) source_digest: u64,
+}
+
+pub(crate) struct RowsWriter {
+    path: PathBuf,
+    file: BufWriter<File>,
+    /// Behind `file`, so that the file is closed when it is removed.
+    temporary: Temporary,
+    hash: Xxh3Default,
+    row: OpenRow,
+    record: Vec<u8>,
+    rows: u64,
+    targets: u64,
+    dropped_tokens: u64,
+    max_id: u32,
+}
+
+/// The row that is being filled.
+struct OpenRow {
+    tokens: Vec<u32>,
+    starts: Bits,
+    seq_len: usize,
+}
+
+struct Temporary(PathBuf);
+
+impl RowsWriter {
+    /// `path` is where the complete file will be; its directory is made if it is missing.
+    pub(crate) fn create(path: &Path, seq_len: u32) -> Result<RowsWriter, DataError> {
+        let directory = directory_of(path);
+        fs::create_dir_all(directory).map_err(DataError::io("make directory", directory))?;
+        let mut name = path.as_os_str().to_owned();
+        name.push(".tmp");
+        let temporary = Temporary(PathBuf::from(name));
+        let create = DataError::io("write token rows", &temporary.0);
+        let file = File::create(&temporary.0).map_err(create)?;
+        let mut writer = RowsWriter {
+            path: path.to_path_buf(),
+            temporary,
+            file: BufWriter::with_capacity(1 << 20, file),
+            hash: Xxh3Default::new(),
+            row: OpenRow::new(seq_len as usize),
+            record: Vec::new(),
+            rows: 0,
+            targets: 0,
+            dropped_tokens: 0,
+            max_id: 0,
+        };
+        writer.write(&[0; HEADER_BYTES as usize])?;
+        Ok(writer)
+    }
+
+    /// Packs `tokens` behind what came before; `starts_document` marks the first of them.
+    pub(crate) fn push(&mut self, tokens: &[u32], starts_document: bool) -> Result<(), DataError> {
+        let mut rest = tokens;
+        let mut starts = starts_document;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(self.row.room().min(rest.len()));
+            self.row.append(now, starts);
+            if self.row.room() == 0 {
+                self.write_row()?;
+            }
+            starts = false;
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Ends the packed stream: a partial row is dropped and counted.
+    pub(crate) fn end_stream(&mut self) {
+        self.dropped_tokens += self.row.tokens.len() as u64;
+        self.row.clear();
+    }
+
+    pub(crate) fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    pub(crate) fn dropped_tokens(&self) -> u64 {
+        self.dropped_tokens
+    }
+
+    /// Writes the header, syncs, renames, syncs the directory.
+    pub(crate) fn finish(mut self, totals: &Totals) -> Result<RowsHeader, DataError> {
+        let header = RowsHeader {
+            seq_len: self.row.seq_len as u32,
+            vocab_size: totals.vocab_size,
+            rows: self.rows,
+            documents: totals.documents,
+            targets: self.targets,
+            dropped_tokens: self.dropped_tokens,
+            max_id: self.max_id,
+            source_digest: totals.source_digest,
+            data_hash: self.hash.digest(),
+        };
+        self.file
+            .seek(SeekFrom::Start(0))
+            .and_then(|_| self.file.write_all(&header.encode()))
+            .and_then(|()| self.file.flush())
+            .and_then(|()| self.file.get_ref().sync_all())
+            .map_err(DataError::io("write token rows", &self.temporary.0))?;
+        fs::rename(&self.temporary.0, &self.path)
+            .and_then(|()| os::sync_directory(directory_of(&self.path)))
+            .map_err(DataError::io("rename token rows to", &self.path))?;
+        Ok(header)
+    }
+
+    fn write_row(&mut self) -> Result<(), DataError> {
+        let targets = Bits::all_but_first(self.row.seq_len);
+        self.record.clear();
+        for token in &self.row.tokens {
+            self.record.extend_from_slice(&token.to_le_bytes());
+            self.max_id = self.max_id.max(*token);
+        }
+        targets.append_to(&mut self.record);
+        self.row.starts.append_to(&mut self.record);
+        self.hash.update(&self.record);
+        let record = std::mem::take(&mut self.record);
+        self.write(&record)?;
+        self.record = record;
+        self.rows += 1;
+        self.targets += targets.count_ones();
+        self.row.clear();
+        Ok(())
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+        let failed = DataError::io("write token rows", &self.temporary.0);
+        self.file.write_all(bytes).map_err(failed)
+    }
+}
+
+impl OpenRow {
+    fn new(seq_len: usize) -> OpenRow {
+        OpenRow { tokens: Vec::new(), starts: Bits::zeros(seq_len), seq_len }
+    }
+
+    fn room(&self) -> usize {
+        self.seq_len - self.tokens.len()
+    }
+
+    fn append(&mut self, tokens: &[u32], starts_document: bool) {
+        if starts_document {
+            self.starts.set(self.tokens.len());
+        }
+        self.tokens.extend_from_slice(tokens);
+    }
+
+    fn clear(&mut self) {
+        self.tokens.clear();
+        self.starts.clear();
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // After the rename there is nothing to remove; before it, a leftover is only untidy.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// The directory that holds `path`.
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(directory) if !directory.as_os_str().is_empty() => directory,
+        _ => Path::new("."),
+    }
+}
