@@ -1,0 +1,46 @@
+//! What happens next in a training run: events in, commands out.
+//!
+//! [`Run`] decides about steps, attempts, norms and commits; [`Node`] about the layers of one
+//! machine: sweeps, weight buffers, gradients, updates and slots. They exchange only
+//! [`ToNode`] and [`FromNode`].
+//!
+//! Invariants:
+//! - pure and deterministic: no clock, no thread, no tensor bytes;
+//! - everything carries its attempt; what belongs to a dropped attempt is ignored;
+//! - no slot of step s+1 is written before s is durable, and no live slot is ever written.
+
+mod node;
+mod run;
+mod visits;
+
+pub use node::{Node, NodeCommand, NodeConfig, NodeEvent, Policy};
+pub use run::{End, Run, RunCommand, RunConfig, RunEvent};
+pub use visits::{ComputeOp, Need, Visit, VisitId, VisitKind, sweep};
+
+use model::{Attempt, Step};
+
+/// What the run tells a node.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ToNode {
+    /// Sweep forward and backward over the step's microbatches.
+    Begin { step: Step, attempt: Attempt },
+    /// The norm of the whole model is known: the optimizer may run (or, fused, has run).
+    Apply { step: Step, attempt: Attempt, sum_of_squares: f64 },
+    /// The step is durable: its slots are live now.
+    Committed { step: Step, attempt: Attempt },
+    /// Drop this attempt and every later one, and answer [`FromNode::Aborted`].
+    Abort { attempt: Attempt },
+}
+
+/// What a node tells the run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum FromNode {
+    /// Both sweeps are done. `sum_of_squares` of the gradient and `loss`, summed over targets.
+    Norm { step: Step, attempt: Attempt, sum_of_squares: f64, loss: f64 },
+    /// Every new slot is written and synced.
+    Prepared { step: Step, attempt: Attempt },
+    /// Something failed inside the attempt; `fatal` if trying again is pointless.
+    Failed { attempt: Attempt, fatal: bool },
+    /// Nothing of the dropped attempts is in flight any more.
+    Aborted { attempt: Attempt },
+}

@@ -1,0 +1,463 @@
+//! [`Node`]: the layers of one machine - sweeps, weight buffers, gradients, updates, slots.
+//!
+//! Invariants:
+//! - weights on their way or bound never exceed `Limits::weight_buffers`;
+//! - gradients reserved and not yet spilled or applied never exceed `Limits::gradient_bytes`;
+//! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
+//! - updates of a step are issued only when the step before is durable, into slots that are not
+//!   live;
+//! - after an abort nothing new starts until device, optimizer and store have answered that they
+//!   are idle.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use model::{Attempt, LayerId, LayerTable, Limits, Micro, Slot, Step, TileSpec};
+
+use crate::visits::ops;
+use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, sweep};
+
+mod pass;
+mod tail;
+
+use pass::Pass;
+use tail::Tail;
+
+/// When the optimizer runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// On each layer as soon as its gradient is complete.
+    Fused,
+    /// After the norm of the whole gradient is known.
+    Deferred,
+}
+
+/// What a node needs to know before its first event.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    pub policy: Policy,
+    pub micros: u32,
+    pub limits: Limits,
+    /// Tokens of a step: bounds an untied embedding's gradient.
+    pub step_tokens: usize,
+    /// Live slot of each layer.
+    pub live: Vec<Slot>,
+}
+
+/// What a node hears.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum NodeEvent {
+    Run(ToNode),
+    /// The embedding's rows of one microbatch are in memory.
+    RowsReady {
+        attempt: Attempt,
+        micro: Micro,
+    },
+    /// A visit's weights are in memory and on their way to the device.
+    Streamed {
+        attempt: Attempt,
+        visit: VisitId,
+    },
+    /// The device has let go of a visit's weights.
+    Unbound {
+        attempt: Attempt,
+        visit: VisitId,
+    },
+    Loss {
+        attempt: Attempt,
+        micro: Micro,
+        loss: f64,
+    },
+    /// A layer's complete gradient is on the host (or spilled) and its norm known.
+    Measured {
+        attempt: Attempt,
+        layer: LayerId,
+        sum_of_squares: f64,
+    },
+    /// A layer's new version is written, not synced.
+    Updated {
+        attempt: Attempt,
+        layer: LayerId,
+    },
+    /// Every written slot of the attempt is synced.
+    Synced {
+        attempt: Attempt,
+    },
+    Failed {
+        attempt: Attempt,
+        fatal: bool,
+    },
+    /// Nothing of an aborted attempt is in flight at any actor any more.
+    Drained {
+        attempt: Attempt,
+    },
+}
+
+/// What a node wants done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum NodeCommand {
+    /// Read the embedding rows that a microbatch's tokens name.
+    Gather {
+        attempt: Attempt,
+        micro: Micro,
+        layer: LayerId,
+        slot: Slot,
+    },
+    /// Read a tile's weights and bind them on the device under the visit's name.
+    StreamIn {
+        attempt: Attempt,
+        visit: VisitId,
+        layer: LayerId,
+        tile: TileSpec,
+        slot: Slot,
+    },
+    /// `visit` names the weights, if the operation has any.
+    Compute {
+        attempt: Attempt,
+        visit: VisitId,
+        op: ComputeOp,
+    },
+    Unbind {
+        attempt: Attempt,
+        visit: VisitId,
+    },
+    /// Square-sum the gradient that `TakeGradient` brings; `spill` it to `scratch/` if told so.
+    Measure {
+        attempt: Attempt,
+        layer: LayerId,
+        spill: bool,
+    },
+    /// Run the optimizer on a layer, from its live slot into the other one.
+    Update {
+        step: Step,
+        attempt: Attempt,
+        layer: LayerId,
+        from: Slot,
+        to: Slot,
+    },
+    Sync {
+        attempt: Attempt,
+        slots: Vec<(LayerId, Slot)>,
+    },
+    /// Drop everything of this attempt and later ones, wait until idle, answer `Drained`.
+    Drain {
+        attempt: Attempt,
+    },
+    Report(FromNode),
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Node {
+    config: NodeConfig,
+    visits: Vec<Visit>,
+    /// Bytes of each layer's gradient.
+    gradient_bytes: Vec<usize>,
+    /// Whether a layer's gradient goes to `scratch/` while it waits.
+    spilled: Vec<bool>,
+    live: Vec<Slot>,
+    pass: Option<Pass>,
+    /// Steps being updated and committed, oldest first; only the first one may write.
+    tails: VecDeque<Tail>,
+    /// Layers whose gradient occupies memory, by attempt.
+    reserved: BTreeMap<(Attempt, LayerId), usize>,
+    draining: Option<Attempt>,
+}
+
+impl Node {
+    /// A node at rest.
+    pub fn new(table: &LayerTable, config: NodeConfig) -> Node {
+        let gradient_bytes = gradient_bytes(table, config.step_tokens);
+        let spilled = spilled(&gradient_bytes, &config);
+        Node {
+            visits: sweep(table),
+            gradient_bytes,
+            spilled,
+            live: config.live.clone(),
+            config,
+            pass: None,
+            tails: VecDeque::new(),
+            reserved: BTreeMap::new(),
+            draining: None,
+        }
+    }
+
+    /// The visits of one step.
+    pub fn visits(&self) -> &[Visit] {
+        &self.visits
+    }
+
+    /// Takes an event in; the commands are to be carried out in order.
+    pub fn on(&mut self, event: NodeEvent) -> Vec<NodeCommand> {
+        let mut out = Vec::new();
+        match event {
+            NodeEvent::Run(message) => self.on_run(message, &mut out),
+            NodeEvent::Failed { attempt, fatal } => {
+                out.push(NodeCommand::Report(FromNode::Failed { attempt, fatal }));
+            }
+            NodeEvent::Drained { attempt } => self.drained(attempt, &mut out),
+            NodeEvent::Updated { attempt, layer } => self.updated(attempt, layer),
+            NodeEvent::Synced { attempt } => self.synced(attempt, &mut out),
+            NodeEvent::Measured { attempt, layer, sum_of_squares } => {
+                self.measured(attempt, layer, sum_of_squares);
+            }
+            other => self.on_sweep(other),
+        }
+        if self.draining.is_none() {
+            self.advance(&mut out);
+        }
+        out
+    }
+
+    fn on_run(&mut self, message: ToNode, out: &mut Vec<NodeCommand>) {
+        match message {
+            ToNode::Begin { step, attempt } => self.begin(step, attempt),
+            ToNode::Apply { attempt, .. } => self.apply(attempt),
+            ToNode::Committed { step, attempt } => self.committed(step, attempt),
+            ToNode::Abort { attempt } => self.abort(attempt, out),
+        }
+    }
+
+    fn on_sweep(&mut self, event: NodeEvent) {
+        let Some(pass) = self.pass.as_mut() else { return };
+        match event {
+            NodeEvent::RowsReady { attempt, micro } if attempt == pass.attempt => {
+                pass.rows_ready(micro);
+            }
+            NodeEvent::Streamed { attempt, visit } if attempt == pass.attempt => {
+                pass.streamed(visit);
+            }
+            NodeEvent::Unbound { attempt, .. } if attempt == pass.attempt => pass.unbound(),
+            NodeEvent::Loss { attempt, micro, loss } if attempt == pass.attempt => {
+                pass.loss(micro, loss);
+            }
+            _ => {}
+        }
+    }
+
+    fn begin(&mut self, step: Step, attempt: Attempt) {
+        assert!(self.pass.is_none(), "step {step} begins while another one is swept");
+        assert!(self.draining.is_none(), "step {step} begins while an attempt is dropped");
+        assert!(self.tails.len() <= 1, "step {step} begins two steps ahead of the disk");
+        self.pass = Some(Pass::new(step, attempt, self.config.micros, self.live.len()));
+        self.tails.push_back(Tail::new(step, attempt, self.live.len()));
+    }
+
+    fn apply(&mut self, attempt: Attempt) {
+        let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
+        if self.config.policy == Policy::Deferred {
+            // In forward order, so that the next step can begin with the first layers.
+            (0..self.live.len()).for_each(|i| tail.enqueue(LayerId(i as u32)));
+        }
+    }
+
+    fn committed(&mut self, step: Step, attempt: Attempt) {
+        let Some(tail) = self.tails.pop_front() else { panic!("step {step} was not prepared") };
+        assert_eq!((tail.step, tail.attempt, tail.is_synced()), (step, attempt, true));
+        self.live.iter_mut().for_each(|slot| *slot = slot.other());
+    }
+
+    fn abort(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
+        self.pass.take_if(|p| p.attempt >= attempt);
+        self.tails.retain(|t| t.attempt < attempt);
+        self.reserved.retain(|(a, _), _| *a < attempt);
+        self.draining = Some(attempt);
+        out.push(NodeCommand::Drain { attempt });
+    }
+
+    fn drained(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
+        if self.draining == Some(attempt) {
+            self.draining = None;
+            out.push(NodeCommand::Report(FromNode::Aborted { attempt }));
+        }
+    }
+
+    fn measured(&mut self, attempt: Attempt, layer: LayerId, sum_of_squares: f64) {
+        let Some(pass) = self.pass.as_mut().filter(|p| p.attempt == attempt) else { return };
+        pass.measured(layer, sum_of_squares);
+        if self.spilled[layer.index()] {
+            self.reserved.remove(&(attempt, layer));
+        }
+        if self.config.policy == Policy::Fused {
+            let tail = self.tails.iter_mut().find(|t| t.attempt == attempt);
+            tail.into_iter().for_each(|t| t.enqueue(layer));
+        }
+    }
+
+    fn updated(&mut self, attempt: Attempt, layer: LayerId) {
+        let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
+        tail.updated(layer);
+        self.reserved.remove(&(attempt, layer));
+    }
+
+    fn synced(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
+        let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
+        tail.synced();
+        out.push(NodeCommand::Report(FromNode::Prepared { step: tail.step, attempt }));
+    }
+
+    fn advance(&mut self, out: &mut Vec<NodeCommand>) {
+        self.stream(out);
+        self.compute(out);
+        self.finish_pass(out);
+        self.update(out);
+    }
+
+    /// The slot that holds the newest version of a layer for the step being swept; `None` while
+    /// the step before still has to write it.
+    fn newest(&self, step: Step, layer: LayerId) -> Option<Slot> {
+        let live = self.live[layer.index()];
+        match self.tails.iter().find(|t| t.step.next() == step) {
+            Some(before) => before.is_updated(layer).then(|| live.other()),
+            None => Some(live),
+        }
+    }
+
+    fn stream(&mut self, out: &mut Vec<NodeCommand>) {
+        while let Some(command) = self.next_stream() {
+            out.extend(command);
+        }
+    }
+
+    /// The reads of the next visit, if a buffer is free and the weights are written.
+    fn next_stream(&mut self) -> Option<Vec<NodeCommand>> {
+        let pass = self.pass.as_ref()?;
+        let (index, step, attempt) = (pass.next_stream, pass.step, pass.attempt);
+        let commands = match &self.visits.get(index)?.need {
+            Need::Nothing => Vec::new(),
+            Need::EmbeddingRows => {
+                let layer = self.visits[index].layer;
+                let slot = self.newest(step, layer)?;
+                let gather = |m| NodeCommand::Gather { attempt, micro: Micro(m), layer, slot };
+                (0..self.config.micros).map(gather).collect()
+            }
+            Need::Tile(tile) => {
+                if pass.buffers >= self.config.limits.weight_buffers {
+                    return None;
+                }
+                let slot = self.newest(step, tile.source)?;
+                let visit = VisitId(index as u32);
+                vec![NodeCommand::StreamIn {
+                    attempt,
+                    visit,
+                    layer: tile.source,
+                    tile: tile.clone(),
+                    slot,
+                }]
+            }
+        };
+        let takes_buffer = matches!(self.visits[index].need, Need::Tile(_));
+        self.pass.as_mut()?.stream_issued(takes_buffer);
+        Some(commands)
+    }
+
+    fn compute(&mut self, out: &mut Vec<NodeCommand>) {
+        while self.next_visit(out).is_some() {}
+    }
+
+    /// Enqueues the next visit's work, if its weights are there and its gradient has room. The
+    /// device runs in order, so what the visit needs of earlier ones is done by then.
+    fn next_visit(&mut self, out: &mut Vec<NodeCommand>) -> Option<()> {
+        let pass = self.pass.as_ref()?;
+        let (index, attempt) = (pass.next_compute, pass.attempt);
+        let visit = self.visits.get(index)?.clone();
+        let id = VisitId(index as u32);
+        let ready = match visit.need {
+            Need::Nothing => true,
+            Need::EmbeddingRows => pass.all_rows_ready(),
+            Need::Tile(_) => pass.is_streamed(id),
+        };
+        if !ready || !self.reserve(attempt, &visit) {
+            return None;
+        }
+        let keep = |layer, micro| self.keeps(layer, micro);
+        let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
+        out.extend(ops(&visit, self.config.micros, keep).into_iter().map(compute));
+        if visit.completes_gradient() {
+            let spill = self.spilled[visit.layer.index()];
+            out.push(NodeCommand::Measure { attempt, layer: visit.layer, spill });
+        }
+        if matches!(visit.need, Need::Tile(_)) {
+            out.push(NodeCommand::Unbind { attempt, visit: id });
+        }
+        self.pass.as_mut()?.next_compute += 1;
+        Some(())
+    }
+
+    /// Layers nearest to the turn are kept: all cost the same to recompute, these are held
+    /// shortest.
+    fn keeps(&self, layer: LayerId, micro: Micro) -> bool {
+        let above = self.live.len() as u32 - 2 - layer.0;
+        let rank = above * self.config.micros + micro.0;
+        (rank as usize) < self.config.limits.kept
+    }
+
+    fn reserve(&mut self, attempt: Attempt, visit: &Visit) -> bool {
+        let Some(layer) = visit.gradient() else { return true };
+        if self.reserved.contains_key(&(attempt, layer)) {
+            return true;
+        }
+        let bytes = self.gradient_bytes[layer.index()];
+        let used: usize = self.reserved.values().sum();
+        if used + bytes > self.config.limits.gradient_bytes {
+            return false;
+        }
+        self.reserved.insert((attempt, layer), bytes);
+        true
+    }
+
+    fn finish_pass(&mut self, out: &mut Vec<NodeCommand>) {
+        let Some(pass) = self.pass.take_if(|p| p.is_finished()) else { return };
+        out.push(NodeCommand::Report(FromNode::Norm {
+            step: pass.step,
+            attempt: pass.attempt,
+            sum_of_squares: pass.sum_of_squares(),
+            loss: pass.loss_sum(),
+        }));
+    }
+
+    fn update(&mut self, out: &mut Vec<NodeCommand>) {
+        let Some(tail) = self.tails.front_mut() else { return };
+        let (step, attempt) = (tail.step, tail.attempt);
+        while let Some(layer) = tail.next_update() {
+            let from = self.live[layer.index()];
+            let to = from.other();
+            out.push(NodeCommand::Update { step, attempt, layer, from, to });
+        }
+        if tail.start_sync() {
+            let slots = self.live.iter().enumerate();
+            let slots = slots.map(|(i, slot)| (LayerId(i as u32), slot.other())).collect();
+            out.push(NodeCommand::Sync { attempt, slots });
+        }
+    }
+}
+
+fn gradient_bytes(table: &LayerTable, step_tokens: usize) -> Vec<usize> {
+    let mut bytes: Vec<usize> = table.layers().iter().map(|l| l.elements() * 4).collect();
+    if !table.tied() {
+        let width = table.layer(table.embedding()).tensors[0].shape[1];
+        bytes[0] = bytes[0].min(step_tokens * width * 4);
+    }
+    bytes
+}
+
+/// Deferred gradients wait in memory in the order they become complete, while there is room for
+/// them beside those in the making: two decoder layers', the head's and the embedding's.
+fn spilled(gradient_bytes: &[usize], config: &NodeConfig) -> Vec<bool> {
+    let last = gradient_bytes.len() - 1;
+    let largest = gradient_bytes[1..last].iter().max().copied().unwrap_or(0);
+    let mut room = config
+        .limits
+        .gradient_bytes
+        .saturating_sub(2 * largest + gradient_bytes[0] + gradient_bytes[last]);
+    let mut spilled = vec![false; gradient_bytes.len()];
+    if config.policy == Policy::Fused {
+        return spilled;
+    }
+    for i in (1..last).rev() {
+        spilled[i] = gradient_bytes[i] > room;
+        if !spilled[i] {
+            room -= gradient_bytes[i];
+        }
+    }
+    spilled
+}

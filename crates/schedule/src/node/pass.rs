@@ -1,0 +1,87 @@
+//! [`Pass`]: how far the two sweeps of one attempt have come.
+
+use model::{Attempt, LayerId, Micro, Step};
+
+use crate::VisitId;
+
+#[derive(Debug)]
+pub(super) struct Pass {
+    pub(super) step: Step,
+    pub(super) attempt: Attempt,
+    /// Index of the next visit whose weights are read.
+    pub(super) next_stream: usize,
+    /// Index of the next visit whose work is enqueued at the device.
+    pub(super) next_compute: usize,
+    /// Weight buffers in use: on their way or bound.
+    pub(super) buffers: usize,
+    streamed: Vec<VisitId>,
+    rows_ready: Vec<bool>,
+    losses: Vec<Option<f64>>,
+    sums: Vec<Option<f64>>,
+}
+
+impl Pass {
+    pub(super) fn new(step: Step, attempt: Attempt, micros: u32, layers: usize) -> Pass {
+        Pass {
+            step,
+            attempt,
+            next_stream: 0,
+            next_compute: 0,
+            buffers: 0,
+            streamed: Vec::new(),
+            rows_ready: vec![false; micros as usize],
+            losses: vec![None; micros as usize],
+            sums: vec![None; layers],
+        }
+    }
+
+    pub(super) fn stream_issued(&mut self, takes_buffer: bool) {
+        self.next_stream += 1;
+        self.buffers += usize::from(takes_buffer);
+    }
+
+    pub(super) fn streamed(&mut self, visit: VisitId) {
+        self.streamed.push(visit);
+    }
+
+    pub(super) fn is_streamed(&self, visit: VisitId) -> bool {
+        self.streamed.contains(&visit)
+    }
+
+    pub(super) fn unbound(&mut self) {
+        assert!(self.buffers > 0, "a weight buffer was returned twice");
+        self.buffers -= 1;
+        let computed = self.next_compute as u32;
+        self.streamed.retain(|v| v.0 >= computed);
+    }
+
+    pub(super) fn rows_ready(&mut self, micro: Micro) {
+        self.rows_ready[micro.0 as usize] = true;
+    }
+
+    pub(super) fn all_rows_ready(&self) -> bool {
+        self.rows_ready.iter().all(|&ready| ready)
+    }
+
+    pub(super) fn loss(&mut self, micro: Micro, loss: f64) {
+        self.losses[micro.0 as usize] = Some(loss);
+    }
+
+    pub(super) fn measured(&mut self, layer: LayerId, sum_of_squares: f64) {
+        self.sums[layer.index()] = Some(sum_of_squares);
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.losses.iter().all(Option::is_some) && self.sums.iter().all(Option::is_some)
+    }
+
+    /// Sum over microbatches, in their order.
+    pub(super) fn loss_sum(&self) -> f64 {
+        self.losses.iter().flatten().sum()
+    }
+
+    /// Sum over layers, in forward order.
+    pub(super) fn sum_of_squares(&self) -> f64 {
+        self.sums.iter().flatten().sum()
+    }
+}

@@ -1,0 +1,78 @@
+//! [`Tail`]: a step on its way from gradients to a commit.
+
+use std::collections::VecDeque;
+
+use model::{Attempt, LayerId, Step};
+
+/// Layers the optimizer works on at once: one is read while another one is written.
+const UPDATES_IN_FLIGHT: usize = 2;
+
+#[derive(Debug)]
+pub(super) struct Tail {
+    pub(super) step: Step,
+    pub(super) attempt: Attempt,
+    waiting: VecDeque<LayerId>,
+    in_flight: usize,
+    updated: Vec<bool>,
+    sync: Sync,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sync {
+    NotStarted,
+    Started,
+    Done,
+}
+
+impl Tail {
+    pub(super) fn new(step: Step, attempt: Attempt, layers: usize) -> Tail {
+        Tail {
+            step,
+            attempt,
+            waiting: VecDeque::new(),
+            in_flight: 0,
+            updated: vec![false; layers],
+            sync: Sync::NotStarted,
+        }
+    }
+
+    pub(super) fn enqueue(&mut self, layer: LayerId) {
+        self.waiting.push_back(layer);
+    }
+
+    pub(super) fn next_update(&mut self) -> Option<LayerId> {
+        if self.in_flight >= UPDATES_IN_FLIGHT {
+            return None;
+        }
+        let layer = self.waiting.pop_front()?;
+        self.in_flight += 1;
+        Some(layer)
+    }
+
+    pub(super) fn updated(&mut self, layer: LayerId) {
+        assert!(!self.updated[layer.index()], "layer {layer} was updated twice in one step");
+        self.updated[layer.index()] = true;
+        self.in_flight -= 1;
+    }
+
+    pub(super) fn is_updated(&self, layer: LayerId) -> bool {
+        self.updated[layer.index()]
+    }
+
+    /// Whether it is time to sync; true once.
+    pub(super) fn start_sync(&mut self) -> bool {
+        let start = self.sync == Sync::NotStarted && self.updated.iter().all(|&u| u);
+        if start {
+            self.sync = Sync::Started;
+        }
+        start
+    }
+
+    pub(super) fn synced(&mut self) {
+        self.sync = Sync::Done;
+    }
+
+    pub(super) fn is_synced(&self) -> bool {
+        self.sync == Sync::Done
+    }
+}
