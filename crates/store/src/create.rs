@@ -1,0 +1,359 @@
+//! Creating a store: everything is allocated first, weights stream in, the first commit ends it.
+//!
+//! Invariants:
+//! - nothing is written before the directory is known to be empty and the disk large enough for
+//!   both slots;
+//! - until the first log has its name the directory is an unfinished store, which every other
+//!   call refuses; a failed creation removes what it made.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use model::{Attempt, CHUNK_BYTES, HostBytes, LayerId, LayerSpec, LayerTable, Slot, Step};
+use serde_json::{Map, Value};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::StoreError;
+use crate::files;
+use crate::hashes::{self, PlaneHashes, chunk_count, hash, plane_hashes};
+use crate::io::{Access, Io, IoError, Lock, LockKind, Op, fan_in, wait};
+use crate::layout::{
+    COMMIT_DIR, CONFIG_FILE, ELEMENT_BYTES, LAYERS_DIR, Layout, RESERVED, SCRATCH_DIR, STORE_FILE,
+    TOKENS_DIR, is_plain_name, plane_bytes, slot_path,
+};
+use crate::log;
+use crate::reading::write_index;
+use crate::record::{LayerState, State};
+use crate::recovery;
+use crate::slots::{SlotFiles, create_slot, slot_bytes};
+
+/// What a store is created from.
+#[derive(Debug)]
+pub struct NewStore<'a> {
+    /// Text of the model's `config.json`.
+    pub config_json: &'a str,
+    pub table: &'a LayerTable,
+    /// The model's other files (`tokenizer.json` ...): name and contents.
+    pub files: Vec<(String, Vec<u8>)>,
+    /// Options a run starts with unless told otherwise; opaque to the store.
+    pub defaults: Map<String, Value>,
+}
+
+/// Room for the small files and the first logs.
+const SMALL_FILES_BYTES: u64 = 16 << 20;
+
+/// Allocates a store in `dir`, which must be empty or absent. The store exists only once
+/// [`StoreWriter::finish`] returned.
+///
+/// # Errors
+/// `Invalid` for a directory with contents, an unusable table or file name; `NoSpace` with the
+/// bytes of both slots; `Io`.
+pub fn create(io: Arc<dyn Io>, dir: &Path, new: &NewStore<'_>) -> Result<StoreWriter, StoreError> {
+    let layout = Layout::new(new.table, new.defaults.clone())?;
+    check_names(new)?;
+    check_empty(&*io, dir)?;
+    let mut writer = StoreWriter {
+        io,
+        dir: dir.to_owned(),
+        layout,
+        layers: Vec::new(),
+        created: Vec::new(),
+        lock: None,
+        finished: false,
+    };
+    writer.create_dirs()?;
+    writer.check_space(new)?;
+    writer.create_files(new)?;
+    Ok(writer)
+}
+
+/// A store being filled. Dropped unfinished, it removes what it made.
+pub struct StoreWriter {
+    io: Arc<dyn Io>,
+    dir: PathBuf,
+    layout: Layout,
+    layers: Vec<LayerWriter>,
+    /// Files and directories made so far, oldest first.
+    created: Vec<(PathBuf, Made)>,
+    lock: Option<Lock>,
+    finished: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Made {
+    File,
+    Dir,
+}
+
+impl fmt::Debug for StoreWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreWriter").field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+struct LayerWriter {
+    files: SlotFiles,
+    /// Elements written so far.
+    next: usize,
+    elements: usize,
+    hasher: Xxh3,
+    chunks: Vec<u64>,
+}
+
+impl StoreWriter {
+    /// Writes weights of a layer. Calls for one layer must ascend without gaps; layers may
+    /// alternate. Moments are zero.
+    ///
+    /// # Panics
+    /// On values out of order or beyond the layer: a programmer's error.
+    pub fn write_weights(
+        &mut self,
+        layer: LayerId,
+        offset_elements: usize,
+        values: &[f32],
+    ) -> Result<(), StoreError> {
+        self.layers[layer.index()].write(&*self.io, offset_elements, values)
+    }
+
+    /// Writes the hashes, syncs everything and makes the first commit: step 0.
+    ///
+    /// # Errors
+    /// `Invalid` if a layer is incomplete; else as the disk fails. The directory is cleared then.
+    pub fn finish(mut self) -> Result<(), StoreError> {
+        let mut layers = Vec::with_capacity(self.layers.len());
+        for (spec, writer) in self.layout.table.layers().iter().zip(&mut self.layers) {
+            layers.push(writer.finish(&*self.io, spec)?);
+        }
+        self.sync_all()?;
+        let state = first_state(layers);
+        write_index(&*self.io, &self.dir, &self.layout.table, &state)?;
+        self.commit(&state)?;
+        self.finished = true;
+        self.lock = None;
+        Ok(())
+    }
+
+    fn create_dirs(&mut self) -> Result<(), StoreError> {
+        let dirs = dirs(&self.layout.table);
+        for relative in dirs {
+            let dir = self.dir.join(relative);
+            // Everything above the store's own directory stays, whatever happens.
+            if !self.io.exists(&dir) {
+                self.created.push((dir.clone(), Made::Dir));
+            }
+            self.io.create_dir(&dir)?;
+        }
+        Ok(())
+    }
+
+    fn check_space(&self, new: &NewStore<'_>) -> Result<(), StoreError> {
+        let slots: u64 = self.layout.table.layers().iter().map(slot_bytes).sum();
+        let files: u64 = new.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+        let needed = 2 * slots + files + SMALL_FILES_BYTES;
+        let available = self.io.free_bytes(&self.dir)?;
+        if available < needed {
+            return Err(StoreError::NoSpace { path: self.dir.clone(), needed, available });
+        }
+        Ok(())
+    }
+
+    fn create_files(&mut self, new: &NewStore<'_>) -> Result<(), StoreError> {
+        let layout = self.layout.to_json();
+        self.create_small(STORE_FILE, layout.as_bytes())?;
+        self.lock =
+            Some(recovery::lock(&*self.io, &self.dir, LockKind::Exclusive, Duration::ZERO)?);
+        self.create_small(CONFIG_FILE, new.config_json.as_bytes())?;
+        for (name, bytes) in &new.files {
+            self.create_small(name, bytes)?;
+        }
+        for layer in new.table.layers() {
+            for slot in [Slot::A, Slot::B] {
+                let created = &mut self.created;
+                let record = |path| created.push((path, Made::File));
+                create_slot(&*self.io, &self.dir, layer, slot, record)?;
+            }
+            let files = SlotFiles::open(&self.io, &self.dir, layer, Slot::A, Access::ReadWrite)?;
+            self.layers.push(LayerWriter::new(files, layer));
+        }
+        Ok(())
+    }
+
+    fn create_small(&mut self, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
+        let path = self.dir.join(name);
+        let file = self.io.create(&path, bytes.len() as u64)?;
+        self.created.push((path, Made::File));
+        let filled = files::fill(&*self.io, file, bytes);
+        self.io.close(file);
+        Ok(filled?)
+    }
+
+    /// Syncs the files of both slots and every directory, the store's parent included.
+    fn sync_all(&self) -> Result<(), StoreError> {
+        for (layer, writer) in self.layout.table.layers().iter().zip(&self.layers) {
+            sync_files(&*self.io, &writer.files.files())?;
+            let other = SlotFiles::open(&self.io, &self.dir, layer, Slot::B, Access::ReadWrite)?;
+            sync_files(&*self.io, &other.files())?;
+        }
+        for relative in dirs(&self.layout.table).iter().rev() {
+            self.io.sync_dir(&self.dir.join(relative))?;
+        }
+        if let Some(parent) = self.dir.parent().filter(|p| !p.as_os_str().is_empty()) {
+            self.io.sync_dir(parent)?;
+        }
+        Ok(())
+    }
+
+    fn commit(&mut self, state: &State) -> Result<(), StoreError> {
+        for copy in log::COPIES {
+            self.created.push((log::path(&self.dir, 1, copy), Made::File));
+        }
+        log::start(&self.io, &self.dir, 1, 1, state)?;
+        Ok(())
+    }
+}
+
+impl Drop for StoreWriter {
+    fn drop(&mut self) {
+        if self.finished {
+            return;
+        }
+        let index = self.dir.join(crate::layout::INDEX_FILE);
+        // The error that led here is the one to report; what cannot be removed stays recognisable
+        // as an unfinished store.
+        let _ = self.io.unlink(&index);
+        for (path, made) in self.created.iter().rev() {
+            let _ = match made {
+                Made::File => self.io.unlink(path),
+                Made::Dir => self.io.remove_dir(path),
+            };
+        }
+    }
+}
+
+impl LayerWriter {
+    fn new(files: SlotFiles, layer: &LayerSpec) -> LayerWriter {
+        let (hasher, chunks) = (Xxh3::new(), Vec::with_capacity(files.chunks()));
+        LayerWriter { files, next: 0, elements: layer.elements(), hasher, chunks }
+    }
+
+    fn write(&mut self, io: &dyn Io, offset: usize, values: &[f32]) -> Result<(), StoreError> {
+        assert_eq!(offset, self.next, "weights must ascend without gaps");
+        assert!(values.len() <= self.elements - offset, "weights beyond the layer");
+        let mut rest = values;
+        while !rest.is_empty() {
+            let chunk_elements = CHUNK_BYTES / ELEMENT_BYTES;
+            let room = chunk_elements - self.next % chunk_elements;
+            let (piece, after) = rest.split_at(room.min(rest.len()));
+            self.write_piece(io, piece)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    /// Writes values that stay inside one chunk.
+    fn write_piece(&mut self, io: &dyn Io, values: &[f32]) -> Result<(), StoreError> {
+        let mut block = HostBytes::zeroed(values.len() * ELEMENT_BYTES);
+        block.f32s_mut().copy_from_slice(values);
+        self.hasher.update(block.bytes());
+        let weight = &self.files.planes[0];
+        let offset = weight.data_start + (self.next * ELEMENT_BYTES) as u64;
+        files::write(io, weight.file.id(), offset, &Arc::new(block))?;
+        self.next += values.len();
+        if self.next == self.elements || self.next.is_multiple_of(CHUNK_BYTES / ELEMENT_BYTES) {
+            self.chunks.push(self.hasher.digest());
+            self.hasher.reset();
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, io: &dyn Io, spec: &LayerSpec) -> Result<LayerState, StoreError> {
+        if self.next != self.elements {
+            return Err(StoreError::Invalid(format!(
+                "layer `{}` got {} of its {} weights",
+                spec.name, self.next, self.elements
+            )));
+        }
+        let zeroes = zero_hashes(spec);
+        let with_moments = |(&weight, zero): (&u64, u64)| [weight, zero, zero];
+        let chunks: Vec<PlaneHashes> = self.chunks.iter().zip(zeroes).map(with_moments).collect();
+        let file = Arc::new(files::block(&hashes::encode(&chunks)));
+        files::write(io, self.files.hashes.id(), 0, &file)?;
+        Ok(LayerState {
+            slot: Slot::A,
+            t: 0,
+            locked: false,
+            hashes: plane_hashes(&chunks),
+            grad_norm: 0.0,
+        })
+    }
+}
+
+/// Hashes of the chunks of an all-zero plane.
+fn zero_hashes(layer: &LayerSpec) -> Vec<u64> {
+    let bytes = plane_bytes(layer);
+    let zeroes = vec![0; bytes.min(CHUNK_BYTES as u64) as usize];
+    let last = bytes as usize - (chunk_count(bytes) - 1) * CHUNK_BYTES;
+    let mut hashes = vec![hash(&zeroes); chunk_count(bytes) - 1];
+    hashes.push(hash(&zeroes[..last]));
+    hashes
+}
+
+fn first_state(layers: Vec<LayerState>) -> State {
+    State {
+        step: Step(0),
+        attempt: Attempt(0),
+        layers,
+        epoch: 0,
+        index: 0,
+        tokens_total: 0,
+        loss: 0.0,
+        grad_norm: 0.0,
+        clip_factor: 1.0,
+        learning_rate: 0.0,
+        counters: std::collections::BTreeMap::new(),
+    }
+}
+
+/// Every directory of a store below its own, parents before children.
+fn dirs(table: &LayerTable) -> Vec<PathBuf> {
+    let mut dirs = vec![PathBuf::new()];
+    dirs.extend([COMMIT_DIR, SCRATCH_DIR, TOKENS_DIR, LAYERS_DIR].map(PathBuf::from));
+    for layer in table.layers() {
+        dirs.push(Path::new(LAYERS_DIR).join(&layer.name));
+        dirs.extend([Slot::A, Slot::B].map(|slot| slot_path(layer, slot)));
+    }
+    dirs
+}
+
+fn sync_files(io: &dyn Io, files: &[crate::io::FileId]) -> Result<(), IoError> {
+    wait(|done| {
+        let fan = fan_in(files.len(), done);
+        for &file in files {
+            io.submit(Op::Sync { file }, fan.branch());
+        }
+    })
+}
+
+fn check_names(new: &NewStore<'_>) -> Result<(), StoreError> {
+    let mut seen = std::collections::BTreeSet::new();
+    for (name, _) in &new.files {
+        if !is_plain_name(name) || RESERVED.contains(&name.as_str()) || !seen.insert(name) {
+            return Err(StoreError::Invalid(format!("a model file may not be called `{name}`")));
+        }
+    }
+    Ok(())
+}
+
+fn check_empty(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
+    if !io.exists(dir) || io.list(dir)?.is_empty() {
+        return Ok(());
+    }
+    let what = if io.exists(&dir.join(STORE_FILE)) {
+        "holds a store (or an unfinished one) already; choose another directory or remove it"
+    } else {
+        "is not empty; choose another directory"
+    };
+    Err(StoreError::Invalid(format!("{} {what}", dir.display())))
+}

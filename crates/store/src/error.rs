@@ -1,0 +1,71 @@
+//! [`StoreError`]: every way a store operation fails, one variant per exit code.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::mpsc;
+
+use model::BudgetError;
+
+use crate::io::IoError;
+
+/// What an asynchronous call reports to, once. It may run on an engine's thread or before the
+/// call returns, so it must neither block nor wait for another call of the store.
+pub type Done<T> = Box<dyn FnOnce(Result<T, StoreError>) + Send>;
+
+/// Why a store operation failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Not a store, or one this version cannot use; nothing was changed.
+    #[error("{0}")]
+    Invalid(String),
+    /// Bytes on disk contradict their hash or their format.
+    #[error("{} is damaged: {what}", file.display())]
+    Damaged { file: PathBuf, what: String },
+    /// The disk is too small. `needed` counts all the operation wants to allocate.
+    #[error(
+        "not enough disk at {}: {needed} bytes needed, {available} available, {} missing",
+        path.display(), needed.saturating_sub(*available)
+    )]
+    NoSpace { path: PathBuf, needed: u64, available: u64 },
+    #[error("cannot {context} {}: {source}", path.display())]
+    Io { context: &'static str, path: PathBuf, source: io::Error },
+    #[error("the store {} is in use by another process", dir.display())]
+    InUse { dir: PathBuf },
+    /// An earlier failure made this opening unusable; nothing was written since.
+    #[error("the store was stopped by an earlier failure ({cause}); open it again to recover")]
+    Poisoned { cause: String },
+    #[error(transparent)]
+    Memory(#[from] BudgetError),
+}
+
+impl StoreError {
+    pub(crate) fn damaged(file: impl Into<PathBuf>, what: impl Into<String>) -> StoreError {
+        StoreError::Damaged { file: file.into(), what: what.into() }
+    }
+}
+
+impl From<IoError> for StoreError {
+    fn from(error: IoError) -> StoreError {
+        let full = matches!(
+            error.source.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+        );
+        if full {
+            let needed = error.wanted_bytes;
+            return StoreError::NoSpace { path: error.path, needed, available: 0 };
+        }
+        StoreError::Io { context: error.context, path: error.path, source: error.source }
+    }
+}
+
+/// Runs an asynchronous call to its end. Must not be called from inside a [`Done`].
+pub fn blocking<T: Send + 'static>(start: impl FnOnce(Done<T>)) -> Result<T, StoreError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    start(Box::new(move |result| {
+        // The receiver waits below until this arrives.
+        let _ = sender.send(result);
+    }));
+    receiver.recv().unwrap_or_else(|_| {
+        Err(StoreError::Poisoned { cause: "an operation was dropped unfinished".into() })
+    })
+}

@@ -1,0 +1,329 @@
+//! [`Io`]: the only way to the disk, and the engines behind it.
+//!
+//! Invariants:
+//! - data operations carry at most [`CHUNK_BYTES`] and are owned by the engine until their
+//!   [`IoDone`] ran, exactly once; a part is dropped before that;
+//! - namespace operations are synchronous and durable only after [`Io::sync_dir`] of the
+//!   directory; data is durable only after [`Op::Sync`].
+
+mod faulty;
+mod memory;
+mod mmap;
+mod os;
+mod pool;
+mod target;
+
+use std::any::Any;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+
+use model::{Budget, CHUNK_BYTES, HostBytes};
+
+pub use faulty::{Fault, Faulty, OpKind};
+pub use memory::{Image, Memory, memory_engine};
+pub use mmap::mmap_engine;
+pub use target::{Part, Target};
+
+use crate::StoreError;
+
+/// An open file of one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FileId(pub(crate) u64);
+
+/// What a file is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    ReadWrite,
+}
+
+/// Who else may hold a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockKind {
+    Exclusive,
+    Shared,
+}
+
+/// A lock on a file; dropping it releases it, and so does the end of the process.
+pub struct Lock {
+    _held: Box<dyn Any + Send + Sync>,
+}
+
+impl Lock {
+    pub(crate) fn new(held: impl Any + Send + Sync) -> Lock {
+        Lock { _held: Box::new(held) }
+    }
+}
+
+impl fmt::Debug for Lock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lock")
+    }
+}
+
+/// Why an operation on the disk failed.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {context} {}: {source}", path.display())]
+pub struct IoError {
+    pub context: &'static str,
+    pub path: PathBuf,
+    pub source: io::Error,
+    /// Bytes the operation wanted to place.
+    pub wanted_bytes: u64,
+    /// Bytes accepted by an earlier write may be lost.
+    pub lost_writes: bool,
+}
+
+impl IoError {
+    pub(crate) fn new(context: &'static str, path: &Path, source: io::Error) -> IoError {
+        IoError { context, path: path.to_owned(), source, wanted_bytes: 0, lost_writes: false }
+    }
+
+    pub(crate) fn wanting(mut self, bytes: u64) -> IoError {
+        self.wanted_bytes = bytes;
+        self
+    }
+
+    pub(crate) fn losing_writes(mut self) -> IoError {
+        self.lost_writes = true;
+        self
+    }
+}
+
+/// A data operation on at most [`CHUNK_BYTES`].
+#[derive(Debug)]
+pub enum Op {
+    /// Fills `part` from `offset` on; fewer bytes in the file are an error.
+    Read { file: FileId, offset: u64, part: Part },
+    /// Writes `bytes[range]` at `offset`; past the end of the file it grows.
+    Write { file: FileId, offset: u64, bytes: Arc<HostBytes>, range: Range<usize> },
+    /// Makes every finished write of the file durable.
+    Sync { file: FileId },
+}
+
+/// What a data operation reports to, once; see [`Done`](crate::Done).
+pub type IoDone = Box<dyn FnOnce(Result<(), IoError>) + Send>;
+
+/// Bytes moved and syncs asked for since the engine started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IoCounters {
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+    pub syncs: u64,
+}
+
+/// A disk. Namespace operations are synchronous, data operations submit and complete.
+pub trait Io: Send + Sync + fmt::Debug + 'static {
+    /// Creates a file of `len` zero bytes, open for writing: exclusive, its blocks allocated in
+    /// one piece where the file system can.
+    fn create(&self, path: &Path, len: u64) -> Result<FileId, IoError>;
+    fn open(&self, path: &Path, access: Access) -> Result<FileId, IoError>;
+    fn close(&self, file: FileId);
+    fn len(&self, file: FileId) -> Result<u64, IoError>;
+    /// Replaces `to` if it exists.
+    fn rename(&self, from: &Path, to: &Path) -> Result<(), IoError>;
+    fn unlink(&self, path: &Path) -> Result<(), IoError>;
+    /// Names in a directory, sorted.
+    fn list(&self, dir: &Path) -> Result<Vec<String>, IoError>;
+    /// Creates a directory and its parents; an existing one is fine. Files in it are overwritten
+    /// in place (no copy-on-write) where the file system offers the choice.
+    fn create_dir(&self, dir: &Path) -> Result<(), IoError>;
+    fn remove_dir(&self, dir: &Path) -> Result<(), IoError>;
+    fn sync_dir(&self, dir: &Path) -> Result<(), IoError>;
+    fn exists(&self, path: &Path) -> bool;
+    /// Number of names the file has.
+    fn link_count(&self, path: &Path) -> Result<u64, IoError>;
+    /// Bytes this process may still allocate on the disk that holds `path`.
+    fn free_bytes(&self, path: &Path) -> Result<u64, IoError>;
+    /// What about this disk will hurt a store in `dir`, in sentences for the user.
+    fn disk_warnings(&self, dir: &Path) -> Vec<String>;
+    /// Tries to lock an existing file; `None` while somebody else holds it.
+    fn lock(&self, path: &Path, kind: LockKind) -> Result<Option<Lock>, IoError>;
+    /// Where a read of `offset..offset + len` will land: a map of that very range, or a block
+    /// leased from `budget`, as the engine prefers. Unread until its parts are submitted.
+    fn target(
+        &self,
+        file: FileId,
+        offset: u64,
+        len: usize,
+        budget: &Budget,
+    ) -> Result<Target, StoreError>;
+    /// Starts a data operation.
+    ///
+    /// # Panics
+    /// On more than [`CHUNK_BYTES`] or a file that is not open: a programmer's error.
+    fn submit(&self, op: Op, done: IoDone);
+    fn counters(&self) -> IoCounters;
+}
+
+/// An open file that is closed when this drops.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    io: Arc<dyn Io>,
+    file: FileId,
+}
+
+impl Handle {
+    pub(crate) fn new(io: &Arc<dyn Io>, file: FileId) -> Handle {
+        Handle { io: Arc::clone(io), file }
+    }
+
+    pub(crate) fn id(&self) -> FileId {
+        self.file
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.io.close(self.file);
+    }
+}
+
+/// Gathers `count` results into one: `done` runs after the last, with the first error.
+pub(crate) fn fan_in(count: usize, done: IoDone) -> FanIn {
+    let done = if count == 0 {
+        done(Ok(()));
+        None
+    } else {
+        Some(done)
+    };
+    FanIn { shared: Arc::new(Mutex::new(FanState { left: count, error: None, done })) }
+}
+
+pub(crate) struct FanIn {
+    shared: Arc<Mutex<FanState>>,
+}
+
+struct FanState {
+    left: usize,
+    error: Option<IoError>,
+    done: Option<IoDone>,
+}
+
+impl FanIn {
+    /// One of the results; every one of the `count` must be reported.
+    pub(crate) fn branch(&self) -> IoDone {
+        let shared = Arc::clone(&self.shared);
+        Box::new(move |result| {
+            let last = {
+                let mut state = shared.lock().unwrap_or_else(PoisonError::into_inner);
+                state.left -= 1;
+                if let Err(error) = result {
+                    let worse = error.lost_writes || state.error.is_none();
+                    if worse {
+                        state.error = Some(error);
+                    }
+                }
+                state.take_if_last()
+            };
+            if let Some((done, outcome)) = last {
+                done(outcome);
+            }
+        })
+    }
+}
+
+impl FanState {
+    fn take_if_last(&mut self) -> Option<(IoDone, Result<(), IoError>)> {
+        if self.left > 0 {
+            return None;
+        }
+        let outcome = self.error.take().map_or(Ok(()), Err);
+        self.done.take().map(|done| (done, outcome))
+    }
+}
+
+/// Submits the reads that fill all of `target` from `offset` on; `done` gets the whole block.
+pub(crate) fn read_target(
+    io: &dyn Io,
+    file: FileId,
+    offset: u64,
+    target: Target,
+    done: Box<dyn FnOnce(Result<HostBytes, IoError>) + Send>,
+) {
+    let pieces = piece_lengths(target.len());
+    let reads: Vec<_> = pieces
+        .iter()
+        .scan(offset, |at, &len| {
+            *at += len as u64;
+            Some((file, *at - len as u64))
+        })
+        .collect();
+    read_scattered(io, &reads, &pieces, target, done);
+}
+
+/// Submits one read per `(file, offset)`, the i-th filling the next `lengths[i]` bytes.
+pub(crate) fn read_scattered(
+    io: &dyn Io,
+    reads: &[(FileId, u64)],
+    lengths: &[usize],
+    target: Target,
+    done: Box<dyn FnOnce(Result<HostBytes, IoError>) + Send>,
+) {
+    let (landing, parts) = target.split(lengths);
+    let fan = fan_in(reads.len(), Box::new(move |result| done(result.map(|()| landing.join()))));
+    for (&(file, offset), part) in reads.iter().zip(parts) {
+        io.submit(Op::Read { file, offset, part }, fan.branch());
+    }
+}
+
+/// Submits the writes that place all of `bytes` at `offset`.
+pub(crate) fn write_block(
+    io: &dyn Io,
+    file: FileId,
+    offset: u64,
+    bytes: &Arc<HostBytes>,
+    done: IoDone,
+) {
+    let pieces = piece_lengths(bytes.len());
+    let fan = fan_in(pieces.len(), done);
+    let mut start = 0;
+    for len in pieces {
+        let (bytes, range) = (Arc::clone(bytes), start..start + len);
+        let op = Op::Write { file, offset: offset + start as u64, bytes, range };
+        io.submit(op, fan.branch());
+        start += len;
+    }
+}
+
+fn piece_lengths(len: usize) -> Vec<usize> {
+    (0..len).step_by(CHUNK_BYTES).map(|start| CHUNK_BYTES.min(len - start)).collect()
+}
+
+/// Runs one data operation to its end; not from inside an [`IoDone`].
+pub(crate) fn wait(start: impl FnOnce(IoDone)) -> Result<(), IoError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    start(Box::new(move |result| {
+        // The receiver waits below until this arrives.
+        let _ = sender.send(result);
+    }));
+    receiver.recv().unwrap_or_else(|_| {
+        let source = io::Error::other("the operation was dropped unfinished");
+        Err(IoError::new("finish an operation on", Path::new("the disk"), source))
+    })
+}
+
+/// Reads `len` bytes at `offset`, waiting for them.
+pub(crate) fn read_now(
+    io: &dyn Io,
+    file: FileId,
+    offset: u64,
+    len: usize,
+) -> Result<HostBytes, IoError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let done = Box::new(move |result| {
+        // Received after `wait`, which ends only when this was sent.
+        let _ = sender.send(result);
+    });
+    read_target(io, file, offset, Target::heap(HostBytes::zeroed(len)), done);
+    receiver.recv().unwrap_or_else(|_| {
+        let source = io::Error::other("the read was dropped unfinished");
+        Err(IoError::new("read", Path::new("the disk"), source))
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,160 @@
+//! Engines against a plain buffer, fan-in, and the pool.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use proptest::prelude::*;
+
+use super::*;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(usize, usize, u8),
+    Read(usize, usize),
+    Sync,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let span = (0usize..9000, 0usize..9000);
+    let step = prop_oneof![
+        (span.clone(), any::<u8>()).prop_map(|((at, len), fill)| Step::Write(at, len, fill)),
+        span.prop_map(|(at, len)| Step::Read(at / 4 * 4, len)),
+        Just(Step::Sync),
+    ];
+    prop::collection::vec(step, 1..20)
+}
+
+/// Runs the steps on a file of an engine and on a vector.
+fn compare(io: &dyn Io, dir: &Path, steps: &[Step]) {
+    let path = dir.join("file");
+    io.create_dir(dir).unwrap();
+    let file = io.create(&path, 5000).unwrap();
+    let mut expected = vec![0; 5000];
+    for step in steps {
+        match *step {
+            Step::Write(at, len, fill) => {
+                let mut block = HostBytes::zeroed(len);
+                block.bytes_mut().fill(fill);
+                wait(|done| write_block(io, file, at as u64, &Arc::new(block), done)).unwrap();
+                if len > 0 {
+                    memory::overlay(&mut expected, at, &vec![fill; len]);
+                }
+            }
+            Step::Read(at, len) => {
+                let wanted = expected.get(at..at + len);
+                assert_eq!(read_both_ways(io, file, at, len).as_deref(), wanted);
+            }
+            Step::Sync => wait(|done| io.submit(Op::Sync { file }, done)).unwrap(),
+        }
+        assert_eq!(io.len(file).unwrap(), expected.len() as u64);
+    }
+    io.close(file);
+    io.unlink(&path).unwrap();
+}
+
+/// Through the engine's own target and through a heap block, which must agree.
+fn read_both_ways(io: &dyn Io, file: FileId, at: usize, len: usize) -> Option<Vec<u8>> {
+    let heap = read_now(io, file, at as u64, len).ok().map(|block| block.bytes().to_vec());
+    let bound = io.target(file, at as u64, len, &Budget::new(len)).ok().and_then(|target| {
+        let (sender, receiver) = mpsc::channel();
+        let done = Box::new(move |block| sender.send(block).unwrap());
+        read_target(io, file, at as u64, target, done);
+        receiver.recv().unwrap().ok()
+    });
+    assert_eq!(bound.map(|block| block.bytes().to_vec()), heap);
+    heap
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..<_>::default() })]
+
+    #[test]
+    fn engines_behave_like_a_buffer(steps in steps()) {
+        let dir = tempfile::tempdir().unwrap();
+        compare(&Memory::from_image(Image::default()), dir.path(), &steps);
+        compare(&Faulty::over_memory(Image::default()), dir.path(), &steps);
+        for keep_cached in [true, false] {
+            compare(&*mmap_engine(2, keep_cached), dir.path(), &steps);
+        }
+    }
+}
+
+#[test]
+fn names_behave_alike_on_every_engine() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("d");
+    let engines: [Arc<dyn Io>; 3] =
+        [memory_engine(), Arc::new(Faulty::over_memory(Image::default())), mmap_engine(1, true)];
+    for io in engines {
+        assert!(io.create(&dir.join("a"), 1).is_err(), "no directory yet");
+        io.create_dir(&dir).unwrap();
+        io.create_dir(&dir).unwrap();
+        io.create(&dir.join("a"), 3).unwrap();
+        assert!(io.create(&dir.join("a"), 3).is_err(), "exclusive");
+        io.create(&dir.join("b"), 0).unwrap();
+        assert_eq!(io.list(&dir).unwrap(), ["a", "b"]);
+        io.rename(&dir.join("a"), &dir.join("b")).unwrap();
+        assert_eq!(io.list(&dir).unwrap(), ["b"]);
+        assert_eq!(io.len(io.open(&dir.join("b"), Access::Read).unwrap()).unwrap(), 3);
+        assert_eq!(io.link_count(&dir.join("b")).unwrap(), 1);
+        assert!(io.open(&dir.join("a"), Access::Read).is_err());
+        assert!(io.unlink(&dir.join("a")).is_err());
+        assert!(io.remove_dir(&dir).is_err(), "not empty");
+        io.sync_dir(&dir).unwrap();
+        io.unlink(&dir.join("b")).unwrap();
+        io.remove_dir(&dir).unwrap();
+        assert!(!io.exists(&dir) && io.list(&dir).is_err());
+    }
+}
+
+#[test]
+fn counters_count_bytes_and_syncs() {
+    let dir = tempfile::tempdir().unwrap();
+    for io in [memory_engine(), mmap_engine(1, true)] {
+        io.create_dir(dir.path()).unwrap();
+        let path = dir.path().join("f");
+        let file = io.create(&path, 0).unwrap();
+        let block = Arc::new(HostBytes::zeroed(100));
+        wait(|done| write_block(&*io, file, 0, &block, done)).unwrap();
+        wait(|done| io.submit(Op::Sync { file }, done)).unwrap();
+        read_now(&*io, file, 10, 20).unwrap();
+        let expected = IoCounters { read_bytes: 20, written_bytes: 100, syncs: 1 };
+        assert_eq!(io.counters(), expected);
+        io.unlink(&path).unwrap();
+    }
+}
+
+#[test]
+fn a_fan_reports_once_after_the_last_with_the_worst_error() {
+    let (sender, receiver) = mpsc::channel();
+    let fan = fan_in(3, Box::new(move |result| sender.send(result).unwrap()));
+    let error = |name: &str| IoError::new("write", Path::new(name), io::ErrorKind::Other.into());
+    fan.branch()(Err(error("plain")));
+    fan.branch()(Ok(()));
+    assert!(receiver.try_recv().is_err());
+    fan.branch()(Err(error("lost").losing_writes()));
+    let reported = receiver.try_recv().unwrap().unwrap_err();
+    assert!(reported.lost_writes && reported.path == Path::new("lost"));
+    let (sender, receiver) = mpsc::channel();
+    fan_in(0, Box::new(move |result| sender.send(result.is_ok()).unwrap()));
+    assert!(receiver.try_recv().unwrap());
+}
+
+#[test]
+fn a_panicking_job_costs_no_thread() {
+    static DONE: AtomicUsize = AtomicUsize::new(0);
+    let pool = pool::Pool::new("test", 1);
+    let (sender, receiver) = mpsc::channel();
+    // Resuming skips the hook that would print a report.
+    pool.run(|| std::panic::resume_unwind(Box::new(())));
+    for _ in 0..3 {
+        let sender = sender.clone();
+        pool.run(move || {
+            DONE.fetch_add(1, Ordering::Relaxed);
+            sender.send(()).unwrap();
+        });
+    }
+    for _ in 0..3 {
+        receiver.recv().unwrap();
+    }
+    assert_eq!(DONE.load(Ordering::Relaxed), 3);
+}

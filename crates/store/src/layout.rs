@@ -1,0 +1,231 @@
+//! `store.json` and where everything lies in a store's directory.
+//!
+//! Invariants:
+//! - a format version, dtype, plane or block size this version does not know is refused by name;
+//! - a table that comes out of [`Layout::from_json`] is consistent: ids, kinds, shapes, offsets
+//!   and names are checked, no product overflows, no name leaves the store's directory.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use model::{CHUNK_BYTES, LayerKind, LayerSpec, LayerTable, Plane, Slot};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::StoreError;
+
+pub(crate) const STORE_FILE: &str = "store.json";
+pub(crate) const RUN_FILE: &str = "run.json";
+pub(crate) const CONFIG_FILE: &str = "config.json";
+pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
+pub(crate) const COMMIT_DIR: &str = "commit";
+pub(crate) const LAYERS_DIR: &str = "layers";
+pub(crate) const SCRATCH_DIR: &str = "scratch";
+pub(crate) const TOKENS_DIR: &str = "tokens";
+/// Names a model's own files must not have.
+pub(crate) const RESERVED: [&str; 9] = [
+    STORE_FILE,
+    RUN_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    COMMIT_DIR,
+    LAYERS_DIR,
+    SCRATCH_DIR,
+    TOKENS_DIR,
+    "snapshots",
+];
+
+const FORMAT_VERSION: u64 = 1;
+/// The one dtype of this version and its bytes per element.
+pub(crate) const DTYPE: &str = "F32";
+pub(crate) const ELEMENT_BYTES: usize = 4;
+const HASH_NAME: &str = "xxh3-64";
+/// Beyond any disk; keeps every later product of sizes far from overflow.
+const ELEMENTS_MAX: usize = 1 << 48;
+
+/// How the bytes of one plane are stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct PlaneLayout {
+    plane: String,
+    file: String,
+    dtype: String,
+    /// Elements that share a scale; 1 for plain values.
+    block: u64,
+}
+
+/// The contents of `store.json`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Layout {
+    format_version: u64,
+    hash: String,
+    chunk_bytes: u64,
+    planes: Vec<PlaneLayout>,
+    /// Options a run starts with unless told otherwise; opaque here.
+    pub(crate) defaults: Map<String, Value>,
+    pub(crate) table: LayerTable,
+}
+
+impl Layout {
+    /// The layout this version writes.
+    pub(crate) fn new(
+        table: &LayerTable,
+        defaults: Map<String, Value>,
+    ) -> Result<Layout, StoreError> {
+        let layout = Layout {
+            format_version: FORMAT_VERSION,
+            hash: HASH_NAME.into(),
+            chunk_bytes: CHUNK_BYTES as u64,
+            planes: planes(),
+            defaults,
+            table: table.clone(),
+        };
+        check_table(&layout.table).map_err(|e| StoreError::Invalid(format!("layer table: {e}")))?;
+        Ok(layout)
+    }
+
+    /// The text of `store.json`.
+    pub(crate) fn to_json(&self) -> String {
+        serde_json::json!(self).to_string() + "\n"
+    }
+
+    /// Reads `store.json`; the `Err` says what is wrong with it.
+    pub(crate) fn from_json(text: &[u8]) -> Result<Layout, String> {
+        let root: Value = serde_json::from_slice(text).map_err(|e| format!("not JSON: {e}"))?;
+        let version = root.get("format_version").and_then(Value::as_u64);
+        match version {
+            Some(FORMAT_VERSION) => {}
+            Some(other) => return Err(format!("format version {other} is unknown here")),
+            None => return Err("it lacks `format_version`".into()),
+        }
+        check_sizes(&root)?;
+        let layout: Layout = serde_json::from_value(root).map_err(|e| e.to_string())?;
+        layout.check_known()?;
+        check_table(&layout.table)?;
+        Ok(layout)
+    }
+
+    fn check_known(&self) -> Result<(), String> {
+        if self.hash != HASH_NAME {
+            return Err(format!("hash `{}` is unknown here", self.hash));
+        }
+        if self.chunk_bytes != CHUNK_BYTES as u64 {
+            return Err(format!("chunks of {} bytes are unknown here", self.chunk_bytes));
+        }
+        for plane in &self.planes {
+            if plane.dtype != DTYPE {
+                return Err(format!("{} has unknown dtype `{}`", plane.file, plane.dtype));
+            }
+            if plane.block != 1 {
+                return Err(format!("{} has unknown block size {}", plane.file, plane.block));
+            }
+        }
+        let unknown = self.planes.iter().find(|p| !planes().contains(p));
+        if let Some(plane) = unknown {
+            return Err(format!("plane `{}` in `{}` is unknown here", plane.plane, plane.file));
+        }
+        if self.planes != planes() {
+            return Err("it does not list the planes weight, exp_avg, exp_avg_sq".into());
+        }
+        Ok(())
+    }
+}
+
+fn planes() -> Vec<PlaneLayout> {
+    let layout = |plane: Plane| PlaneLayout {
+        plane: plane.name().into(),
+        file: plane_file(plane),
+        dtype: DTYPE.into(),
+        block: 1,
+    };
+    Plane::ALL.map(layout).to_vec()
+}
+
+/// Bytes of one plane of a layer, header excluded.
+pub(crate) fn plane_bytes(layer: &LayerSpec) -> u64 {
+    (layer.elements() * ELEMENT_BYTES) as u64
+}
+
+/// `weight.safetensors` and its like.
+pub(crate) fn plane_file(plane: Plane) -> String {
+    format!("{}.safetensors", plane.name())
+}
+
+/// Path of a slot below the store's directory.
+pub(crate) fn slot_path(layer: &LayerSpec, slot: Slot) -> PathBuf {
+    Path::new(LAYERS_DIR).join(&layer.name).join(slot.name())
+}
+
+/// The sizes that [`LayerTable`] keeps to itself but divides and multiplies by.
+fn check_sizes(root: &Value) -> Result<(), String> {
+    let table = root.get("table").ok_or("it lacks `table`")?;
+    for key in ["vocab_size", "hidden_size"] {
+        let size = table.get(key).and_then(Value::as_u64).unwrap_or(0);
+        if size == 0 || size > ELEMENTS_MAX as u64 {
+            return Err(format!("its table has an impossible {key}"));
+        }
+    }
+    let shape = |layer: Option<&Value>, tensor: usize| {
+        let shape = layer?.get("tensors")?.get(tensor)?.get("shape")?.as_array()?.clone();
+        Some(shape)
+    };
+    let layers = table.get("layers").and_then(Value::as_array).ok_or("its table lacks layers")?;
+    let (vocab, hidden) = (table["vocab_size"].clone(), table["hidden_size"].clone());
+    let matrix = Some(vec![vocab, hidden.clone()]);
+    let tied = table.get("tied").and_then(Value::as_bool).unwrap_or(false);
+    let fits = shape(layers.first(), 0) == matrix
+        && shape(layers.last(), 0) == Some(vec![hidden])
+        && (tied || shape(layers.last(), 1) == matrix);
+    if fits { Ok(()) } else { Err("its embedding or head contradicts its sizes".into()) }
+}
+
+fn check_table(table: &LayerTable) -> Result<(), String> {
+    let layers = table.layers();
+    if layers.len() < 2 {
+        return Err("fewer than two layers".into());
+    }
+    let mut names = BTreeSet::new();
+    let mut total = 0usize;
+    for (index, layer) in layers.iter().enumerate() {
+        let kind = match index {
+            0 => LayerKind::Embedding,
+            i if i + 1 == layers.len() => LayerKind::Head,
+            _ => LayerKind::Decoder,
+        };
+        if layer.id.index() != index || layer.kind != kind {
+            return Err(format!("layer {index} has the wrong id or kind"));
+        }
+        if !is_plain_name(&layer.name) || !names.insert(&layer.name) {
+            return Err(format!("layer {index} has the unusable name `{}`", layer.name));
+        }
+        total = total.checked_add(check_tensors(layer)?).ok_or("too many elements")?;
+    }
+    if total > ELEMENTS_MAX { Err("too many elements".into()) } else { Ok(()) }
+}
+
+/// Number of elements of a layer whose tensors lie back to back.
+fn check_tensors(layer: &LayerSpec) -> Result<usize, String> {
+    let mut names = BTreeSet::new();
+    let mut end = 0usize;
+    for tensor in &layer.tensors {
+        let elements = tensor.shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+        let elements = elements.filter(|&n| n > 0 && n <= ELEMENTS_MAX);
+        let elements = elements.ok_or_else(|| format!("`{}` has no usable shape", tensor.name))?;
+        if tensor.offset != end || !names.insert(&tensor.name) || tensor.name == "__metadata__" {
+            return Err(format!("`{}` is not where it belongs", tensor.name));
+        }
+        end = end.checked_add(elements).ok_or("too many elements")?;
+    }
+    if end == 0 { Err(format!("layer `{}` is empty", layer.name)) } else { Ok(end) }
+}
+
+/// Whether `name` is one ordinary path component.
+pub(crate) fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    let first = components.next();
+    matches!(first, Some(std::path::Component::Normal(part)) if part == name)
+        && components.next().is_none()
+        && !name.contains(['\\', '\0'])
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,256 @@
+//! The commit log: parsing one copy, choosing between two, starting a new one.
+//!
+//! Invariants:
+//! - a log gets its name only after its header and OPEN record are synced, so a named log without
+//!   a valid OPEN is damaged, never merely unfinished;
+//! - an invalid tail with nothing valid behind it is a torn append; an invalid record with a valid
+//!   one behind it is damage;
+//! - both copies carry the same bytes; a copy that lags or is damaged is outvoted by an intact one
+//!   unless it holds a record that the intact one lacks.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use model::HostBytes;
+
+use crate::files;
+use crate::hashes::hash;
+use crate::io::{FileId, Handle, Io, IoError};
+use crate::layout::COMMIT_DIR;
+use crate::record::{self, RECORD_MAGIC, RecordKind, State};
+
+const MAGIC: [u8; 8] = *b"FTLOG\r\n\0";
+const VERSION: u32 = 1;
+/// Magic, version, zero, log number, checksum.
+const HEAD_BYTES: usize = 8 + 4 + 4 + 8 + 8;
+/// Extensions of the two copies.
+pub(crate) const COPIES: [&str; 2] = ["log", "mirror"];
+
+/// How a copy ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Tail {
+    Clean,
+    /// Invalid bytes from `at` on with nothing valid behind them.
+    Torn {
+        at: u64,
+    },
+    /// Invalid bytes at `at` with a valid record behind; `sequence` is the highest of those.
+    Damaged {
+        at: u64,
+        sequence: u64,
+    },
+}
+
+/// What one copy says.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Parsed {
+    /// The last valid record's state and sequence, if the copy has an OPEN record.
+    pub(crate) last: Option<(u64, State)>,
+    pub(crate) tail: Tail,
+}
+
+/// Reads one copy of log `number`. The `Err` names something valid that this version cannot use.
+pub(crate) fn parse(number: u64, bytes: &[u8]) -> Result<Parsed, String> {
+    let mut parsed = Parsed { last: None, tail: Tail::Clean };
+    if bytes.get(..HEAD_BYTES) != Some(&head(number)) {
+        refuse_newer(bytes)?;
+        parsed.tail = classify(number, bytes, 0);
+        return Ok(parsed);
+    }
+    let mut at = HEAD_BYTES;
+    while at < bytes.len() {
+        let next = parsed.last.as_ref().map(|(sequence, _)| sequence.saturating_add(1));
+        let Some(raw) = record::decode(number, &bytes[at..]) else { break };
+        if next.is_some_and(|next| next != raw.sequence) {
+            break;
+        }
+        check_kind(raw.kind, parsed.last.is_none())?;
+        let Ok(state) = record::decode_state(raw.body) else { break };
+        parsed.last = Some((raw.sequence, state));
+        at += raw.bytes;
+    }
+    if at < bytes.len() || parsed.last.is_none() {
+        parsed.tail = classify(number, bytes, at);
+    }
+    Ok(parsed)
+}
+
+/// A valid header of another version.
+fn refuse_newer(bytes: &[u8]) -> Result<(), String> {
+    let Some(head) = bytes.get(..HEAD_BYTES) else { return Ok(()) };
+    let (body, checksum) = head.split_at(HEAD_BYTES - 8);
+    let version = u32::from_le_bytes([head[8], head[9], head[10], head[11]]);
+    if head[..8] == MAGIC && hash(body).to_le_bytes() == checksum && version != VERSION {
+        return Err(format!("commit log version {version} is unknown here"));
+    }
+    Ok(())
+}
+
+fn check_kind(kind: u16, first: bool) -> Result<(), String> {
+    match RecordKind::from_number(kind) {
+        Some(RecordKind::Open) if first => Ok(()),
+        Some(RecordKind::Committed) if !first => Ok(()),
+        Some(kind) => Err(format!("a {} record is beyond this version here", kind.name())),
+        None => Err(format!("records of kind {kind} are unknown here")),
+    }
+}
+
+/// Looks behind the invalid bytes at `at` for a valid record.
+fn classify(number: u64, bytes: &[u8], at: usize) -> Tail {
+    let tail = &bytes[at..];
+    let starts = tail.windows(RECORD_MAGIC.len()).enumerate();
+    let behind = starts
+        .filter(|(_, window)| *window == RECORD_MAGIC)
+        .filter_map(|(start, _)| record::decode(number, &tail[start..]))
+        .map(|raw| raw.sequence)
+        .max();
+    match behind {
+        Some(sequence) => Tail::Damaged { at: at as u64, sequence },
+        None => Tail::Torn { at: at as u64 },
+    }
+}
+
+/// What both copies together say.
+#[derive(Debug)]
+pub(crate) struct Chosen {
+    pub(crate) sequence: u64,
+    pub(crate) state: State,
+    /// Where the invalid tail of the chosen copy starts.
+    pub(crate) torn_at: Option<u64>,
+    /// Index into [`COPIES`].
+    pub(crate) copy: usize,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// Chooses between the copies (`None`: the file is missing) of the log `name`; the `Err` says
+/// what is damaged.
+pub(crate) fn choose(name: &str, copies: [Option<Parsed>; 2]) -> Result<Chosen, String> {
+    let mut warnings = Vec::new();
+    for (extension, parsed) in COPIES.iter().zip(&copies) {
+        warnings.extend(complaint(parsed.as_ref()).map(|c| format!("{name}.{extension} {c}")));
+    }
+    let highest = copies.iter().flatten().filter_map(Parsed::highest_sequence).max();
+    let [first, second] = copies.map(|copy| copy.and_then(Parsed::intact));
+    if let (Some((a, x)), Some((b, y))) = (&first, &second)
+        && a.0 == b.0
+        && format!("{:?}", a.1) != format!("{:?}", b.1)
+    {
+        return Err(format!("its copies disagree ({x:?}, {y:?})"));
+    }
+    let second_wins = match (&first, &second) {
+        (Some((a, x)), Some((b, y))) => (b.0, y == &Tail::Clean) > (a.0, x == &Tail::Clean),
+        (first, _) => first.is_none(),
+    };
+    let chosen = if second_wins { second } else { first };
+    let Some(((sequence, state), tail)) = chosen else {
+        return Err(format!("no copy is intact ({})", warnings.join("; ")));
+    };
+    if highest.is_some_and(|highest| highest > sequence) {
+        return Err(format!("a later record lies behind damage ({})", warnings.join("; ")));
+    }
+    let torn_at = match tail {
+        Tail::Torn { at } => Some(at),
+        Tail::Clean | Tail::Damaged { .. } => None,
+    };
+    Ok(Chosen { sequence, state, torn_at, copy: usize::from(second_wins), warnings })
+}
+
+fn complaint(parsed: Option<&Parsed>) -> Option<String> {
+    match parsed {
+        None => Some("is missing".into()),
+        Some(Parsed { tail: Tail::Damaged { at, .. }, .. }) => {
+            Some(format!("is damaged at byte {at}"))
+        }
+        Some(Parsed { tail: Tail::Torn { at }, .. }) => {
+            Some(format!("has an incomplete record at byte {at}"))
+        }
+        Some(Parsed { tail: Tail::Clean, .. }) => None,
+    }
+}
+
+impl Parsed {
+    fn highest_sequence(&self) -> Option<u64> {
+        match self.tail {
+            Tail::Damaged { sequence, .. } => Some(sequence),
+            Tail::Clean | Tail::Torn { .. } => self.last.as_ref().map(|(sequence, _)| *sequence),
+        }
+    }
+
+    fn intact(self) -> Option<((u64, State), Tail)> {
+        match self.tail {
+            Tail::Damaged { .. } => None,
+            Tail::Clean | Tail::Torn { .. } => self.last.map(|last| (last, self.tail)),
+        }
+    }
+}
+
+/// A log open for appending.
+#[derive(Debug)]
+pub(crate) struct Log {
+    pub(crate) number: u64,
+    files: [Handle; 2],
+    /// Where the next record goes.
+    pub(crate) end: u64,
+    pub(crate) next_sequence: u64,
+}
+
+/// Starts log `number` with an OPEN record, durably, in both copies.
+pub(crate) fn start(
+    io: &Arc<dyn Io>,
+    dir: &Path,
+    number: u64,
+    sequence: u64,
+    state: &State,
+) -> Result<Log, IoError> {
+    let mut bytes = head(number).to_vec();
+    bytes.extend(record::encode(number, sequence, RecordKind::Open, state));
+    let place = |copy| {
+        let file = files::place(&**io, &path(dir, number, copy), &bytes)?;
+        Ok::<_, IoError>(Handle::new(io, file))
+    };
+    let files = [place(COPIES[0])?, place(COPIES[1])?];
+    io.sync_dir(&dir.join(COMMIT_DIR))?;
+    Ok(Log { number, files, end: bytes.len() as u64, next_sequence: sequence + 1 })
+}
+
+impl Log {
+    /// The two copies.
+    pub(crate) fn file_ids(&self) -> [FileId; 2] {
+        self.files.each_ref().map(Handle::id)
+    }
+
+    /// Whether another record could make the log too long to be read again.
+    pub(crate) fn is_full(&self) -> bool {
+        const RECORD_BYTES_MAX: u64 = 64 << 20;
+        self.end > files::SMALL_BYTES_MAX - RECORD_BYTES_MAX
+    }
+
+    /// The bytes of the next record, as an I/O block.
+    pub(crate) fn next_record(&self, kind: RecordKind, state: &State) -> HostBytes {
+        files::block(&record::encode(self.number, self.next_sequence, kind, state))
+    }
+}
+
+/// Path of a copy of log `number`.
+pub(crate) fn path(dir: &Path, number: u64, copy: &str) -> PathBuf {
+    dir.join(COMMIT_DIR).join(format!("{number:08}.{copy}"))
+}
+
+/// Number of the log a file name belongs to.
+pub(crate) fn number_of(name: &str) -> Option<u64> {
+    let (stem, extension) = name.split_once('.')?;
+    if COPIES.contains(&extension) { stem.parse().ok() } else { None }
+}
+
+fn head(number: u64) -> [u8; HEAD_BYTES] {
+    let mut head = [0; HEAD_BYTES];
+    head[..8].copy_from_slice(&MAGIC);
+    head[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    head[16..24].copy_from_slice(&number.to_le_bytes());
+    let checksum = hash(&head[..24]);
+    head[24..].copy_from_slice(&checksum.to_le_bytes());
+    head
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! What opening for training does between recovery and the first step.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use model::{LayerTable, Plane, Slot};
+
+use crate::StoreError;
+use crate::files;
+use crate::hashes::PlaneHashes;
+use crate::io::{Access, Io, IoError};
+use crate::layout::{COMMIT_DIR, INDEX_FILE, SCRATCH_DIR};
+use crate::log;
+use crate::record::State;
+use crate::slots::SlotFiles;
+
+/// What is known of a slot's contents.
+#[derive(Clone, Debug)]
+pub(crate) struct SlotTable {
+    /// Per chunk, its hashes once they are on their way to the disk's cache.
+    pub(crate) chunks: Vec<Option<PlaneHashes>>,
+    /// Written since the last sync.
+    pub(crate) unsynced: bool,
+    /// The `hashes` file says what `chunks` says.
+    pub(crate) hashes_written: bool,
+}
+
+impl SlotTable {
+    fn live(chunks: Vec<PlaneHashes>) -> SlotTable {
+        let chunks = chunks.into_iter().map(Some).collect();
+        SlotTable { chunks, unsynced: false, hashes_written: true }
+    }
+
+    fn inactive(chunks: usize) -> SlotTable {
+        SlotTable { chunks: vec![None; chunks], unsynced: true, hashes_written: false }
+    }
+
+    pub(crate) fn start_write(&mut self, chunk: usize) {
+        self.chunks[chunk] = None;
+        self.unsynced = true;
+        self.hashes_written = false;
+    }
+
+    pub(crate) fn complete(&self) -> Option<Vec<PlaneHashes>> {
+        self.chunks.iter().copied().collect()
+    }
+}
+
+/// Per layer, in the order of [`Slot`].
+pub(crate) type OpenSlots = (Vec<[SlotFiles; 2]>, Vec<[SlotTable; 2]>);
+
+pub(crate) fn open_slots(
+    io: &Arc<dyn Io>,
+    dir: &Path,
+    table: &LayerTable,
+    state: &State,
+) -> Result<OpenSlots, StoreError> {
+    let mut slots = Vec::with_capacity(table.len());
+    let mut tables = Vec::with_capacity(table.len());
+    for (layer, live) in table.layers().iter().zip(&state.layers) {
+        let open = |slot| SlotFiles::open(io, dir, layer, slot, Access::ReadWrite);
+        let files = [open(Slot::A)?, open(Slot::B)?];
+        let known = files[live.slot as usize].read_hashes(&**io, live)?;
+        let mut pair = [SlotTable::inactive(known.len()), SlotTable::inactive(known.len())];
+        pair[live.slot as usize] = SlotTable::live(known);
+        slots.push(files);
+        tables.push(pair);
+    }
+    Ok((slots, tables))
+}
+
+/// Reads every live slot and compares it with its hashes.
+pub(crate) fn check_live(
+    io: &dyn Io,
+    slots: &[[SlotFiles; 2]],
+    tables: &[[SlotTable; 2]],
+    state: &State,
+) -> Result<(), StoreError> {
+    for ((files, tables), layer) in slots.iter().zip(tables).zip(&state.layers) {
+        let (files, table) = (&files[layer.slot as usize], &tables[layer.slot as usize]);
+        for (chunk, expected) in table.chunks.iter().enumerate() {
+            for plane in Plane::ALL {
+                let found = files.hash_chunk(io, plane, chunk)?;
+                if expected.is_none_or(|hashes| hashes[plane as usize] != found) {
+                    return Err(files.mismatch(plane, chunk));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Removes what the new log makes stale: older logs, the index, temporary and scratch files.
+pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), IoError> {
+    let commit = dir.join(COMMIT_DIR);
+    for name in io.list(&commit)? {
+        if log::number_of(&name).is_some_and(|number| number < log) {
+            io.unlink(&commit.join(name))?;
+        }
+    }
+    let index = dir.join(INDEX_FILE);
+    if io.exists(&index) {
+        io.unlink(&index)?;
+    }
+    files::remove_temporaries(io, &commit)?;
+    files::remove_temporaries(io, dir)?;
+    let scratch = dir.join(SCRATCH_DIR);
+    io.create_dir(&scratch)?;
+    for name in io.list(&scratch)? {
+        io.unlink(&scratch.join(name))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,250 @@
+//! [`ReadingStore`]: the last commit of a store, read by any number of readers at once.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use model::{HostBytes, LayerId, LayerSpec, LayerTable, Plane};
+use serde_json::{Map, Value, json};
+
+use crate::StoreError;
+use crate::files;
+use crate::hashes::{PlaneHashes, hash};
+use crate::io::{Access, Io, Lock, LockKind};
+use crate::layout::{ELEMENT_BYTES, INDEX_FILE, Layout, plane_bytes, plane_file, slot_path};
+use crate::record::State;
+use crate::recovery::{self, Recovery};
+use crate::slots::SlotFiles;
+use crate::training::read_run;
+
+/// A place where bytes on disk contradict their hash.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damage {
+    pub file: PathBuf,
+    /// The first tensor the damaged chunk holds; empty for the `hashes` file.
+    pub tensor: String,
+    /// First byte of the damaged chunk inside the file.
+    pub offset: u64,
+}
+
+/// A store open for reading: nothing is written except by [`ReadingStore::write_index`].
+pub struct ReadingStore {
+    io: Arc<dyn Io>,
+    dir: PathBuf,
+    layout: Layout,
+    config_json: String,
+    state: State,
+    recovery: Recovery,
+    /// The live slot of every layer.
+    slots: Vec<SlotFiles>,
+    _lock: Lock,
+}
+
+impl fmt::Debug for ReadingStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadingStore").field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+impl ReadingStore {
+    /// Opens the store in `dir`, waiting up to `lock_wait` for a trainer to leave.
+    ///
+    /// # Errors
+    /// As [`TrainingStore::open`](crate::TrainingStore::open).
+    pub fn open(
+        io: Arc<dyn Io>,
+        dir: &Path,
+        lock_wait: Duration,
+    ) -> Result<ReadingStore, StoreError> {
+        let lock = recovery::lock(&*io, dir, LockKind::Shared, lock_wait)?;
+        let found = recovery::recover(&*io, dir)?;
+        let live = found.layout.table.layers().iter().zip(&found.state.layers);
+        let slots = live
+            .map(|(layer, state)| SlotFiles::open(&io, dir, layer, state.slot, Access::Read))
+            .collect::<Result<_, _>>()?;
+        Ok(ReadingStore {
+            io,
+            dir: dir.to_owned(),
+            layout: found.layout,
+            config_json: found.config_json,
+            state: found.state,
+            recovery: found.recovery,
+            slots,
+            _lock: lock,
+        })
+    }
+
+    /// The last commit.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// What opening found.
+    pub fn recovery(&self) -> &Recovery {
+        &self.recovery
+    }
+
+    /// The store's layers.
+    pub fn table(&self) -> &LayerTable {
+        &self.layout.table
+    }
+
+    /// Text of the model's `config.json`.
+    pub fn config_json(&self) -> &str {
+        &self.config_json
+    }
+
+    /// Options the store was created with; opaque here.
+    pub fn defaults(&self) -> &Map<String, Value> {
+        &self.layout.defaults
+    }
+
+    /// The store's directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Text of `run.json`, if there is one.
+    pub fn read_run(&self) -> Result<Option<String>, StoreError> {
+        read_run(&*self.io, &self.dir)
+    }
+
+    /// Contents of one of the model's own files.
+    pub fn read_file(&self, name: &str) -> Result<Vec<u8>, StoreError> {
+        files::read(&*self.io, &self.dir.join(name))
+    }
+
+    /// Live weights of a layer: exactly `elements` as float32. Not verified.
+    ///
+    /// # Panics
+    /// On a range beyond the layer: a programmer's error.
+    pub fn read_weights_blocking(
+        &self,
+        layer: LayerId,
+        elements: Range<usize>,
+    ) -> Result<HostBytes, StoreError> {
+        assert!(elements.start <= elements.end, "{elements:?}");
+        assert!(elements.end <= self.table().layer(layer).elements(), "{elements:?}");
+        let (offset, len) = (elements.start * ELEMENT_BYTES, elements.len() * ELEMENT_BYTES);
+        self.slots[layer.index()].read_now(&*self.io, Plane::Weight, offset as u64, len)
+    }
+
+    /// Number of chunks of a layer's planes.
+    pub fn chunks(&self, layer: LayerId) -> usize {
+        self.slots[layer.index()].chunks()
+    }
+
+    /// Chunk hashes of a layer's live slot, confirmed by the last commit.
+    pub fn chunk_hashes(&self, layer: LayerId) -> Result<Vec<PlaneHashes>, StoreError> {
+        let state = &self.state.layers[layer.index()];
+        self.slots[layer.index()].read_hashes(&*self.io, state)
+    }
+
+    /// One chunk of a plane of a live slot, compared with `expected`, its entry in
+    /// [`ReadingStore::chunk_hashes`].
+    pub fn read_plane_chunk(
+        &self,
+        layer: LayerId,
+        plane: Plane,
+        chunk: usize,
+        expected: &PlaneHashes,
+    ) -> Result<HostBytes, StoreError> {
+        let files = &self.slots[layer.index()];
+        let (start, len) = files.chunk_range(chunk);
+        let block = files.read_now(&*self.io, plane, start, len)?;
+        if hash(block.bytes()) != expected[plane as usize] {
+            return Err(files.mismatch(plane, chunk));
+        }
+        Ok(block)
+    }
+
+    /// Hash over the contents of a layer's W, M and V, never of names, slots or times.
+    pub fn layer_hash(&self, layer: LayerId) -> u64 {
+        layer_hash(&self.state.layers[layer.index()].hashes)
+    }
+
+    /// Re-hashes every live slot from the disk; `progress` gets bytes done and in all.
+    pub fn verify(&self, mut progress: impl FnMut(u64, u64)) -> Result<Vec<Damage>, StoreError> {
+        let planes = Plane::ALL.len() as u64;
+        let total: u64 = self.table().layers().iter().map(|l| planes * plane_bytes(l)).sum();
+        let mut done = 0;
+        let mut damage = Vec::new();
+        for layer in self.table().layers() {
+            self.verify_layer(layer, &mut damage, |bytes| {
+                done += bytes;
+                progress(done, total);
+            })?;
+        }
+        Ok(damage)
+    }
+
+    /// Writes `model.safetensors.index.json`: other software then sees the last commit.
+    pub fn write_index(&self) -> Result<(), StoreError> {
+        write_index(&*self.io, &self.dir, self.table(), &self.state)
+    }
+
+    fn verify_layer(
+        &self,
+        layer: &LayerSpec,
+        damage: &mut Vec<Damage>,
+        mut progress: impl FnMut(u64),
+    ) -> Result<(), StoreError> {
+        let files = &self.slots[layer.id.index()];
+        let hashes = match self.chunk_hashes(layer.id) {
+            Ok(hashes) => hashes,
+            Err(StoreError::Damaged { file, .. }) => {
+                damage.push(Damage { file, tensor: String::new(), offset: 0 });
+                progress(Plane::ALL.len() as u64 * files.data_bytes);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        for plane in Plane::ALL {
+            for (chunk, expected) in hashes.iter().enumerate() {
+                let (start, len) = files.chunk_range(chunk);
+                if files.hash_chunk(&*self.io, plane, chunk)? != expected[plane as usize] {
+                    let file = &files.planes[plane as usize];
+                    damage.push(Damage {
+                        file: file.path.clone(),
+                        tensor: tensor_at(layer, start as usize / ELEMENT_BYTES),
+                        offset: file.data_start + start,
+                    });
+                }
+                progress(len as u64);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One hash of a layer's contents from its plane hashes.
+pub fn layer_hash(planes: &PlaneHashes) -> u64 {
+    let bytes: Vec<u8> = planes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    hash(&bytes)
+}
+
+fn tensor_at(layer: &LayerSpec, element: usize) -> String {
+    let tensor = layer.tensors.iter().find(|tensor| tensor.range().contains(&element));
+    tensor.map_or_else(String::new, |tensor| tensor.name.clone())
+}
+
+/// Writes the index that points other software into the live slots of `state`.
+pub(crate) fn write_index(
+    io: &dyn Io,
+    dir: &Path,
+    table: &LayerTable,
+    state: &State,
+) -> Result<(), StoreError> {
+    let mut map = Map::new();
+    for (layer, live) in table.layers().iter().zip(&state.layers) {
+        let file = slot_path(layer, live.slot).join(plane_file(Plane::Weight));
+        // The format wants slashes on every system.
+        let file = file.to_string_lossy().replace('\\', "/");
+        map.extend(layer.tensors.iter().map(|t| (t.name.clone(), json!(file))));
+    }
+    let total_size: u64 = table.layers().iter().map(plane_bytes).sum();
+    let index = json!({"metadata": {"total_size": total_size}, "weight_map": map});
+    Ok(files::replace(io, &dir.join(INDEX_FILE), format!("{index:#}\n").as_bytes())?)
+}

@@ -1,0 +1,132 @@
+//! Recovery: from the bytes of a directory to the state of its last commit, changing nothing.
+
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::StoreError;
+use crate::files;
+use crate::io::{Io, Lock, LockKind};
+use crate::layout::{COMMIT_DIR, CONFIG_FILE, Layout, STORE_FILE};
+use crate::log::{self, COPIES};
+use crate::record::State;
+
+/// What opening a store found and did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Recovery {
+    /// An append that never finished, and was left behind.
+    pub cut: Option<Cut>,
+    /// Whether every live slot was read and compared with its hashes.
+    pub checked: bool,
+    /// Sentences for the user.
+    pub warnings: Vec<String>,
+}
+
+/// A torn tail of a log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    pub file: PathBuf,
+    pub offset: u64,
+}
+
+/// A store read from disk, not yet opened for anything.
+#[derive(Debug)]
+pub(crate) struct Recovered {
+    pub(crate) layout: Layout,
+    pub(crate) config_json: String,
+    pub(crate) state: State,
+    pub(crate) sequence: u64,
+    /// Highest log number seen.
+    pub(crate) number: u64,
+    pub(crate) recovery: Recovery,
+}
+
+/// Reads `store.json`, `config.json` and the commit log of `dir`.
+pub(crate) fn recover(io: &dyn Io, dir: &Path) -> Result<Recovered, StoreError> {
+    let layout = read_layout(io, dir)?;
+    let (number, chosen) = read_log(io, dir)?;
+    if chosen.state.layers.len() != layout.table.len() {
+        let what = format!("its record has {} layers", chosen.state.layers.len());
+        return Err(StoreError::damaged(log::path(dir, number, COPIES[chosen.copy]), what));
+    }
+    let cut = chosen
+        .torn_at
+        .map(|offset| Cut { file: log::path(dir, number, COPIES[chosen.copy]), offset });
+    let mut warnings = io.disk_warnings(dir);
+    warnings.extend(chosen.warnings);
+    Ok(Recovered {
+        layout,
+        config_json: files::read_text(io, &dir.join(CONFIG_FILE))?,
+        state: chosen.state,
+        sequence: chosen.sequence,
+        number,
+        recovery: Recovery { cut, checked: false, warnings },
+    })
+}
+
+/// Locks `store.json`, waiting at most `wait` for whoever has it.
+pub(crate) fn lock(
+    io: &dyn Io,
+    dir: &Path,
+    kind: LockKind,
+    wait: Duration,
+) -> Result<Lock, StoreError> {
+    const POLL: Duration = Duration::from_millis(20);
+    let path = dir.join(STORE_FILE);
+    if !io.exists(&path) {
+        let what = format!("{} is not a store: it has no {STORE_FILE}", dir.display());
+        return Err(StoreError::Invalid(what));
+    }
+    let deadline = Instant::now() + wait;
+    loop {
+        if let Some(lock) = io.lock(&path, kind)? {
+            return Ok(lock);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(StoreError::InUse { dir: dir.to_owned() });
+        }
+        thread::sleep(left.min(POLL));
+    }
+}
+
+fn read_layout(io: &dyn Io, dir: &Path) -> Result<Layout, StoreError> {
+    let path = dir.join(STORE_FILE);
+    let text = files::read(io, &path)?;
+    Layout::from_json(&text).map_err(|e| StoreError::Invalid(format!("{}: {e}", path.display())))
+}
+
+/// The newest log's number and what its copies say. Older logs are leftovers: the newest got its
+/// name only after it restated what they say.
+fn read_log(io: &dyn Io, dir: &Path) -> Result<(u64, log::Chosen), StoreError> {
+    let number = newest_log(io, dir)?;
+    let mut copies = [None, None];
+    for (copy, extension) in copies.iter_mut().zip(COPIES) {
+        let path = log::path(dir, number, extension);
+        if io.exists(&path) {
+            let bytes = files::read(io, &path)?;
+            let parsed = log::parse(number, &bytes)
+                .map_err(|e| StoreError::Invalid(format!("{}: {e}", path.display())))?;
+            *copy = Some(parsed);
+        }
+    }
+    let name = format!("{number:08}");
+    let chosen = log::choose(&name, copies)
+        .map_err(|what| StoreError::damaged(log::path(dir, number, COPIES[0]), what))?;
+    Ok((number, chosen))
+}
+
+fn newest_log(io: &dyn Io, dir: &Path) -> Result<u64, StoreError> {
+    let unfinished = || {
+        StoreError::Invalid(format!(
+            "{} is an unfinished store: its creation was interrupted; remove it and create it again",
+            dir.display()
+        ))
+    };
+    let commit = dir.join(COMMIT_DIR);
+    if !io.exists(&commit) {
+        return Err(unfinished());
+    }
+    let names = io.list(&commit)?;
+    names.iter().filter_map(|name| log::number_of(name)).max().ok_or_else(unfinished)
+}

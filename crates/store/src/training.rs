@@ -1,0 +1,556 @@
+//! [`TrainingStore`]: a store held by one trainer, which reads live slots and writes inactive ones.
+//!
+//! Invariants:
+//! - a slot is written only if it is not live, its files have no second name, and no commit that
+//!   names it is in flight;
+//! - a commit names only slots whose files are synced and whose hashes are those in its state;
+//! - a failed sync, a lost write or a reported mismatch poisons the store: every later call fails;
+//! - no lock is held while an operation is submitted or a [`Done`] runs.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use model::{Budget, HostBytes, LayerId, LayerTable, Plane, Slot};
+use serde_json::{Map, Value};
+
+use crate::chunk::{ChunkReads, StateChunk};
+use crate::error::{Done, StoreError};
+use crate::files;
+use crate::hashes::{self, PlaneHashes, plane_hashes};
+use crate::io::{
+    Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, fan_in, read_scattered, read_target,
+    write_block,
+};
+use crate::layout::{ELEMENT_BYTES, Layout, RUN_FILE, SCRATCH_DIR, plane_bytes};
+use crate::log::{self, Log};
+use crate::opening::{SlotTable, check_live, open_slots, remove_leftovers};
+use crate::reading::write_index;
+use crate::record::{RecordKind, State};
+use crate::recovery::{self, Recovery};
+use crate::scratch::Scratch;
+use crate::slots::SlotFiles;
+
+/// A store open for training. Calls come from any thread; see [`Done`] for where they end.
+#[derive(Debug)]
+pub struct TrainingStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    io: Arc<dyn Io>,
+    dir: PathBuf,
+    budget: Budget,
+    layout: Layout,
+    config_json: String,
+    /// Per layer, in the order of [`Slot`].
+    slots: Vec<[SlotFiles; 2]>,
+    tables: Mutex<Vec<[SlotTable; 2]>>,
+    chain: Mutex<Chain>,
+    poison: Mutex<Option<String>>,
+    /// Declared last: given up after everything else.
+    _lock: Lock,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inner").field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+struct Chain {
+    state: State,
+    log: Log,
+    /// The slots of the commit in flight.
+    committing: Option<Vec<Slot>>,
+}
+
+impl TrainingStore {
+    /// Opens the store in `dir` for training, waiting up to `lock_wait` for its lock, and recovers
+    /// it: a new log restates the last commit, durably, before anything else is written. Blocks
+    /// that engines cannot bind in place are leased from `budget`.
+    ///
+    /// # Errors
+    /// `Invalid` (not a store, unfinished, from a newer version), `Damaged` (nothing was written),
+    /// `InUse`, `Io`.
+    pub fn open(
+        io: Arc<dyn Io>,
+        dir: &Path,
+        budget: Budget,
+        lock_wait: Duration,
+    ) -> Result<(TrainingStore, Recovery), StoreError> {
+        let lock = recovery::lock(&*io, dir, LockKind::Exclusive, lock_wait)?;
+        let found = recovery::recover(&*io, dir)?;
+        let mut recovery = found.recovery;
+        let (slots, tables) = open_slots(&io, dir, &found.layout.table, &found.state)?;
+        if recovery.cut.is_some() {
+            check_live(&*io, &slots, &tables, &found.state)?;
+            recovery.checked = true;
+        }
+        let log = log::start(&io, dir, found.number + 1, found.sequence + 1, &found.state)?;
+        remove_leftovers(&*io, dir, log.number)?;
+        let inner = Inner {
+            io,
+            dir: dir.to_owned(),
+            budget,
+            layout: found.layout,
+            config_json: found.config_json,
+            slots,
+            tables: Mutex::new(tables),
+            chain: Mutex::new(Chain { state: found.state, log, committing: None }),
+            poison: Mutex::new(None),
+            _lock: lock,
+        };
+        Ok((TrainingStore { inner: Arc::new(inner) }, recovery))
+    }
+
+    /// The store's layers.
+    pub fn table(&self) -> &LayerTable {
+        &self.inner.layout.table
+    }
+
+    /// Text of the model's `config.json`.
+    pub fn config_json(&self) -> &str {
+        &self.inner.config_json
+    }
+
+    /// Options the store was created with; opaque here.
+    pub fn defaults(&self) -> &Map<String, Value> {
+        &self.inner.layout.defaults
+    }
+
+    /// The store's directory.
+    pub fn dir(&self) -> &Path {
+        &self.inner.dir
+    }
+
+    /// The last commit.
+    pub fn state(&self) -> State {
+        self.inner.chain().state.clone()
+    }
+
+    /// Bytes and syncs of the engine since it started.
+    pub fn counters(&self) -> IoCounters {
+        self.inner.io.counters()
+    }
+
+    /// Reads weights of a slot, which may be the live one or one whose layer is finished but not
+    /// committed yet. The block holds exactly `elements` as float32; it may be a map, during
+    /// whose life the slot must not be written. Not verified.
+    pub fn read_weights(
+        &self,
+        layer: LayerId,
+        slot: Slot,
+        elements: Range<usize>,
+        done: Done<HostBytes>,
+    ) {
+        let inner = &self.inner;
+        let files = inner.files(layer, slot);
+        let bytes = elements.start * ELEMENT_BYTES..elements.end * ELEMENT_BYTES;
+        assert!(bytes.start <= bytes.end && bytes.end as u64 <= files.data_bytes, "{elements:?}");
+        inner.read_data(files, Plane::Weight, bytes, done);
+    }
+
+    /// Reads rows of `width` elements of a layer's first tensor: `[ids.len(), width]` float32, in
+    /// a block leased from the budget. Not verified.
+    ///
+    /// # Errors
+    /// `Invalid` for a row beyond the tensor.
+    pub fn gather_rows(
+        &self,
+        layer: LayerId,
+        slot: Slot,
+        width: usize,
+        ids: Vec<u32>,
+        done: Done<HostBytes>,
+    ) {
+        if let Err(error) = self.inner.check_poison() {
+            return done(Err(error));
+        }
+        let rows = self.table().layer(layer).tensors[0].elements() / width.max(1);
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
+            return done(Err(StoreError::Invalid(format!("row {id} of a table of {rows}"))));
+        }
+        let weight = &self.inner.files(layer, slot).planes[Plane::Weight as usize];
+        let row_bytes = width * ELEMENT_BYTES;
+        let target = match self.inner.budget.block(ids.len() * row_bytes) {
+            Ok(block) => crate::io::Target::heap(block),
+            Err(error) => return done(Err(error.into())),
+        };
+        let lengths = vec![row_bytes; ids.len()];
+        let at = |id: u32| (weight.file.id(), weight.data_start + u64::from(id) * row_bytes as u64);
+        let reads: Vec<_> = ids.into_iter().map(at).collect();
+        let done = Box::new(move |block: Result<_, IoError>| done(block.map_err(Into::into)));
+        read_scattered(&*self.inner.io, &reads, &lengths, target, done);
+    }
+
+    /// Number of chunks of a layer's planes.
+    pub fn chunks(&self, layer: LayerId) -> usize {
+        hashes::chunk_count(plane_bytes(self.table().layer(layer)))
+    }
+
+    /// Elements of a chunk inside its layer's block.
+    pub fn chunk_elements(&self, layer: LayerId, chunk: usize) -> Range<usize> {
+        let (start, len) = self.inner.files(layer, Slot::A).chunk_range(chunk);
+        let first = start as usize / ELEMENT_BYTES;
+        first..first + len / ELEMENT_BYTES
+    }
+
+    /// Reads one chunk of the three planes. Not verified: the caller does that while the bytes
+    /// are in its cache, with [`TrainingStore::check_chunk`].
+    pub fn read_chunk(&self, layer: LayerId, slot: Slot, chunk: usize, done: Done<StateChunk>) {
+        let files = self.inner.files(layer, slot);
+        let (start, len) = files.chunk_range(chunk);
+        let range = start as usize..start as usize + len;
+        let gathered = Arc::new(Mutex::new(ChunkReads::new(done)));
+        for plane in Plane::ALL {
+            let gathered = Arc::clone(&gathered);
+            let landed: Done<HostBytes> =
+                Box::new(move |block| ChunkReads::land(&gathered, plane, block));
+            self.inner.read_data(files, plane, range.clone(), landed);
+        }
+    }
+
+    /// The hashes a chunk must have.
+    ///
+    /// # Panics
+    /// If the slot is neither live nor written: a programmer's error.
+    pub fn chunk_hashes(&self, layer: LayerId, slot: Slot, chunk: usize) -> PlaneHashes {
+        let hashes = self.inner.tables()[layer.index()][slot as usize].chunks[chunk];
+        let Some(hashes) = hashes else {
+            panic!("chunk {chunk} of layer {layer} in slot {} is not written", slot.name())
+        };
+        hashes
+    }
+
+    /// Compares a chunk that was read with the hashes it must have; a mismatch poisons the store.
+    pub fn check_chunk(
+        &self,
+        layer: LayerId,
+        slot: Slot,
+        chunk: usize,
+        read: &StateChunk,
+    ) -> Result<(), StoreError> {
+        let (expected, found) = (self.chunk_hashes(layer, slot, chunk), read.hashes());
+        let wrong = Plane::ALL.into_iter().find(|&p| expected[p as usize] != found[p as usize]);
+        wrong.map_or(Ok(()), |plane| Err(self.report_mismatch(layer, slot, plane, chunk)))
+    }
+
+    /// Poisons the store because a chunk's contents contradict its hash; returns the error to
+    /// report.
+    pub fn report_mismatch(
+        &self,
+        layer: LayerId,
+        slot: Slot,
+        plane: Plane,
+        chunk: usize,
+    ) -> StoreError {
+        let error = self.inner.files(layer, slot).mismatch(plane, chunk);
+        self.inner.poison(error.to_string());
+        error
+    }
+
+    /// Writes one chunk of the three planes into an inactive slot. `hashes` are those of `bytes`,
+    /// computed by the caller while they are in its cache.
+    ///
+    /// # Errors
+    /// `Invalid` if a file of the slot has a second name (a snapshot); `Io`, `Poisoned`.
+    ///
+    /// # Panics
+    /// On a live slot or wrong lengths: a programmer's error.
+    pub fn write_chunk(
+        &self,
+        layer: LayerId,
+        slot: Slot,
+        chunk: usize,
+        bytes: StateChunk,
+        hashes: PlaneHashes,
+        done: Done<()>,
+    ) {
+        let inner = &self.inner;
+        let files = inner.files(layer, slot);
+        let (start, len) = files.chunk_range(chunk);
+        let blocks = [bytes.weight, bytes.exp_avg, bytes.exp_avg_sq];
+        assert!(blocks.iter().all(|block| block.len() == len), "a chunk of {len} bytes");
+        inner.assert_inactive(layer, slot);
+        if let Err(error) = inner.check_poison().and_then(|()| inner.check_links(files)) {
+            return done(Err(error));
+        }
+        inner.tables()[layer.index()][slot as usize].start_write(chunk);
+        let shared = Arc::clone(inner);
+        let fan = fan_in(
+            blocks.len(),
+            inner.finish(done, move || {
+                let written = &mut shared.tables()[layer.index()][slot as usize];
+                written.chunks[chunk] = Some(hashes);
+            }),
+        );
+        for (plane, block) in files.planes.iter().zip(blocks) {
+            let offset = plane.data_start + start;
+            write_block(&*inner.io, plane.file.id(), offset, &Arc::new(block), fan.branch());
+        }
+    }
+
+    /// Writes the `hashes` file of a slot whose chunks are all written, and returns the plane
+    /// hashes for the [`State`].
+    ///
+    /// # Panics
+    /// On a live slot or one with unwritten chunks: a programmer's error.
+    pub fn finish_layer(&self, layer: LayerId, slot: Slot, done: Done<PlaneHashes>) {
+        let inner = &self.inner;
+        let files = inner.files(layer, slot);
+        inner.assert_inactive(layer, slot);
+        let checked = inner.check_poison();
+        let links = checked.and_then(|()| inner.check_links(files));
+        if let Err(error) = links {
+            return done(Err(error));
+        }
+        let chunks = inner.tables()[layer.index()][slot as usize].complete();
+        let Some(chunks) = chunks else {
+            panic!("layer {layer} has unwritten chunks in slot {}", slot.name())
+        };
+        let planes = plane_hashes(&chunks);
+        let shared = Arc::clone(inner);
+        let finished = inner.finish(
+            Box::new(move |result: Result<(), _>| done(result.map(|()| planes))),
+            move || {
+                shared.tables()[layer.index()][slot as usize].hashes_written = true;
+            },
+        );
+        let block = Arc::new(files::block(&hashes::encode(&chunks)));
+        write_block(&*inner.io, files.hashes.id(), 0, &block, finished);
+    }
+
+    /// Syncs every file of these slots. A failure poisons the store.
+    pub fn sync_slots(&self, slots: Vec<(LayerId, Slot)>, done: Done<()>) {
+        let inner = &self.inner;
+        if let Err(error) = inner.check_poison() {
+            return done(Err(error));
+        }
+        let files: Vec<_> = slots.iter().flat_map(|&(l, s)| inner.files(l, s).files()).collect();
+        let (shared, synced) = (Arc::clone(inner), slots);
+        let finished = inner.finish(done, move || {
+            let mut tables = shared.tables();
+            for (layer, slot) in synced {
+                tables[layer.index()][slot as usize].unsynced = false;
+            }
+        });
+        let fan = fan_in(files.len(), finished);
+        for file in files {
+            inner.io.submit(Op::Sync { file }, fan.branch());
+        }
+    }
+
+    /// Makes `state` durable: one record in both copies of the log, synced. Then it is
+    /// [`TrainingStore::state`]. A failure poisons the store.
+    ///
+    /// # Panics
+    /// If the state names a slot that is not finished and synced, or while another commit is in
+    /// flight: a programmer's error.
+    pub fn commit(&self, state: State, done: Done<()>) {
+        let inner = &self.inner;
+        if let Err(error) = inner.check_poison() {
+            return done(Err(error));
+        }
+        inner.assert_committable(&state);
+        if inner.chain().log.is_full() {
+            let what = "the commit log of this run is full: stop it and start it again".into();
+            return done(Err(StoreError::Invalid(what)));
+        }
+        let (record, files, offset) = {
+            let mut chain = inner.chain();
+            assert!(chain.committing.is_none(), "two commits at once");
+            chain.committing = Some(state.layers.iter().map(|layer| layer.slot).collect());
+            let record = chain.log.next_record(RecordKind::Committed, &state);
+            (Arc::new(record), chain.log.file_ids(), chain.log.end)
+        };
+        let (shared, record_bytes) = (Arc::clone(inner), record.len() as u64);
+        let committed = inner.finish_or_poison(done, move || {
+            let mut chain = shared.chain();
+            chain.state = state;
+            chain.log.end += record_bytes;
+            chain.log.next_sequence += 1;
+            chain.committing = None;
+        });
+        let io = Arc::clone(&inner.io);
+        let written: IoDone = Box::new(move |result| match result {
+            Err(error) => committed(Err(error)),
+            Ok(()) => {
+                let fan = fan_in(files.len(), committed);
+                for file in files {
+                    io.submit(Op::Sync { file }, fan.branch());
+                }
+            }
+        });
+        let fan = fan_in(files.len(), written);
+        for file in files {
+            write_block(&*inner.io, file, offset, &record, fan.branch());
+        }
+    }
+
+    /// Fails with the cause if the store is poisoned.
+    pub fn check(&self) -> Result<(), StoreError> {
+        self.inner.check_poison()
+    }
+
+    /// Text of `run.json`, if there is one.
+    pub fn read_run(&self) -> Result<Option<String>, StoreError> {
+        read_run(&*self.inner.io, &self.inner.dir)
+    }
+
+    /// Replaces `run.json` atomically and durably. Blocks; not from inside a [`Done`].
+    pub fn write_run(&self, text: &str) -> Result<(), StoreError> {
+        self.inner.check_poison()?;
+        let path = self.inner.dir.join(RUN_FILE);
+        files::replace(&*self.inner.io, &path, text.as_bytes()).map_err(|error| {
+            self.inner.poison_if_lost(&error);
+            error.into()
+        })
+    }
+
+    /// Allocates `regions` regions of `region_bytes` in `scratch/`. Blocks.
+    pub fn scratch(
+        &self,
+        name: &str,
+        region_bytes: usize,
+        regions: usize,
+    ) -> Result<Scratch, StoreError> {
+        let io = Arc::clone(&self.inner.io);
+        let dir = self.inner.dir.join(SCRATCH_DIR);
+        Scratch::create(io, &dir, name, region_bytes, regions, self.inner.budget.clone())
+    }
+
+    /// Ends a run cleanly: the directory is a Hugging Face checkpoint of the last commit. Blocks.
+    pub fn close(self) -> Result<(), StoreError> {
+        self.inner.check_poison()?;
+        let state = self.state();
+        write_index(&*self.inner.io, &self.inner.dir, self.table(), &state)
+    }
+}
+
+/// Text of `run.json` in `dir`, if there is one.
+pub(crate) fn read_run(io: &dyn Io, dir: &Path) -> Result<Option<String>, StoreError> {
+    let path = dir.join(RUN_FILE);
+    if io.exists(&path) { files::read_text(io, &path).map(Some) } else { Ok(None) }
+}
+
+impl Inner {
+    fn files(&self, layer: LayerId, slot: Slot) -> &SlotFiles {
+        &self.slots[layer.index()][slot as usize]
+    }
+
+    /// Reads `bytes` of a plane's data.
+    fn read_data(
+        &self,
+        files: &SlotFiles,
+        plane: Plane,
+        bytes: Range<usize>,
+        done: Done<HostBytes>,
+    ) {
+        if let Err(error) = self.check_poison() {
+            return done(Err(error));
+        }
+        let file = &files.planes[plane as usize];
+        let offset = file.data_start + bytes.start as u64;
+        match self.io.target(file.file.id(), offset, bytes.len(), &self.budget) {
+            Err(error) => done(Err(error)),
+            Ok(target) => {
+                let done = Box::new(move |b: Result<_, IoError>| done(b.map_err(Into::into)));
+                read_target(&*self.io, file.file.id(), offset, target, done);
+            }
+        }
+    }
+
+    fn assert_inactive(&self, layer: LayerId, slot: Slot) {
+        let (live, pending) = {
+            let chain = self.chain();
+            let pending = chain.committing.as_ref().map(|slots| slots[layer.index()]);
+            (chain.state.layers[layer.index()].slot, pending)
+        };
+        assert_ne!(slot, live, "layer {layer}: a live slot is never written");
+        assert_ne!(Some(slot), pending, "layer {layer}: the slot of a commit in flight is live");
+    }
+
+    fn assert_committable(&self, state: &State) {
+        let tables = self.tables();
+        assert_eq!(state.layers.len(), tables.len(), "a state names every layer");
+        for (index, (layer, slots)) in state.layers.iter().zip(tables.iter()).enumerate() {
+            let table = &slots[layer.slot as usize];
+            assert!(table.hashes_written && !table.unsynced, "layer {index} is not synced");
+            let hashes = table.complete().map(|chunks| plane_hashes(&chunks));
+            assert_eq!(Some(layer.hashes), hashes, "layer {index} has other hashes");
+        }
+    }
+
+    /// A file with a second name belongs to a snapshot and must not change.
+    fn check_links(&self, files: &SlotFiles) -> Result<(), StoreError> {
+        let planes = files.planes.iter().map(|plane| &plane.path);
+        for path in planes.chain([&files.hashes_path]) {
+            let links = self.io.link_count(path)?;
+            if links > 1 {
+                let path = path.display();
+                let what = format!("{path} has {links} names and must not be written");
+                return Err(StoreError::Invalid(what));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_poison(&self) -> Result<(), StoreError> {
+        match &*held(&self.poison) {
+            Some(cause) => Err(StoreError::Poisoned { cause: cause.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    fn poison(&self, cause: String) {
+        held(&self.poison).get_or_insert(cause);
+    }
+
+    fn poison_if_lost(&self, error: &IoError) {
+        if error.lost_writes {
+            self.poison(error.to_string());
+        }
+    }
+
+    /// Reports to `done`, after `succeeded`, and poisons the store when writes were lost.
+    fn finish(
+        self: &Arc<Inner>,
+        done: Done<()>,
+        succeeded: impl FnOnce() + Send + 'static,
+    ) -> IoDone {
+        let inner = Arc::clone(self);
+        Box::new(move |result| {
+            match &result {
+                Ok(()) => succeeded(),
+                Err(error) => inner.poison_if_lost(error),
+            }
+            done(result.map_err(Into::into));
+        })
+    }
+
+    /// [`Inner::finish`] where every error means that nobody knows what is on the disk.
+    fn finish_or_poison(
+        self: &Arc<Inner>,
+        done: Done<()>,
+        succeeded: impl FnOnce() + Send + 'static,
+    ) -> IoDone {
+        let finished = self.finish(done, succeeded);
+        Box::new(move |result| finished(result.map_err(IoError::losing_writes)))
+    }
+
+    fn chain(&self) -> MutexGuard<'_, Chain> {
+        held(&self.chain)
+    }
+
+    fn tables(&self) -> MutexGuard<'_, Vec<[SlotTable; 2]>> {
+        held(&self.tables)
+    }
+}
+
+fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change under these locks is complete or followed by a panic that ends the step.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

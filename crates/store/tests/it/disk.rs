@@ -1,0 +1,157 @@
+//! Real files: what other software sees, links, locks across processes, maps under writes.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use model::{Budget, LayerId, Plane, Slot};
+use safetensors::SafeTensors;
+use store::{StoreError, TrainingStore, blocking, mmap_engine};
+
+use crate::support::{
+    CONFIG, assert_contents, create_store, open, read, table, train_step, value, write_layer,
+};
+
+#[test]
+fn state_files_open_in_the_safetensors_crate_bit_for_bit() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    let (store, _) = open(&io, &dir).unwrap();
+    train_step(&store).unwrap();
+    store.close().unwrap();
+    for layer in table().layers() {
+        for plane in Plane::ALL {
+            let path = dir.join(format!("layers/{}/b/{}.safetensors", layer.name, plane.name()));
+            let bytes = fs::read(path).unwrap();
+            let file = SafeTensors::deserialize(&bytes).unwrap();
+            assert_eq!(file.len(), layer.tensors.len());
+            for tensor in &layer.tensors {
+                let view = file.tensor(&tensor.name).unwrap();
+                assert_eq!(view.shape(), tensor.shape);
+                let expected =
+                    tensor.range().flat_map(|i| value(layer.id, plane, 1, i).to_le_bytes());
+                assert!(view.data().iter().copied().eq(expected), "{}", tensor.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn no_state_file_is_sparse() {
+    use std::os::unix::fs::MetadataExt;
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    create_store(&mmap_engine(1, true), &dir, CONFIG).unwrap();
+    for slot in ["a", "b"] {
+        for plane in Plane::ALL {
+            let file = format!("layers/1/{slot}/{}.safetensors", plane.name());
+            let data = fs::metadata(dir.join(file)).unwrap();
+            assert!(data.blocks() * 512 >= data.len(), "{slot} {plane:?}");
+        }
+    }
+}
+
+#[test]
+fn a_slot_file_with_a_second_name_is_never_written() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    let (store, _) = open(&io, &dir).unwrap();
+    let kept = temporary.path().join("kept");
+    fs::hard_link(dir.join("layers/0/b/exp_avg.safetensors"), &kept).unwrap();
+    let error = write_layer(&store, LayerId(1), Slot::B, 1).unwrap_err();
+    assert!(matches!(&error, StoreError::Invalid(text) if text.contains("2 names")), "{error}");
+    fs::remove_file(&kept).unwrap();
+    write_layer(&store, LayerId(1), Slot::B, 1).unwrap();
+}
+
+#[test]
+fn a_mapped_range_is_not_written() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    let (store, _) = open(&io, &dir).unwrap();
+    write_layer(&store, LayerId(0), Slot::B, 1).unwrap();
+    let bound = blocking(|done| store.read_weights(LayerId(0), Slot::B, 0..8, done)).unwrap();
+    let error = write_layer(&store, LayerId(0), Slot::B, 2).unwrap_err();
+    assert!(error.to_string().contains("still mapped"), "{error}");
+    assert_eq!(bound.f32s()[0], value(LayerId(0), Plane::Weight, 1, 0));
+    drop(bound);
+    write_layer(&store, LayerId(0), Slot::B, 2).unwrap();
+}
+
+#[test]
+fn maps_need_no_budget() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    let (store, _) =
+        TrainingStore::open(Arc::clone(&io), &dir, Budget::new(16), Duration::ZERO).unwrap();
+    blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..320, done)).unwrap();
+    let rows = blocking(|done| store.gather_rows(LayerId(0), Slot::A, 8, vec![1], done));
+    assert!(matches!(rows, Err(StoreError::Memory(_))), "{rows:?}");
+}
+
+#[test]
+fn a_store_that_cannot_be_written_can_be_read() {
+    use std::os::unix::fs::PermissionsExt;
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    fs::set_permissions(dir.join("commit"), fs::Permissions::from_mode(0o500)).unwrap();
+    assert_eq!(read(&io, &dir).unwrap().verify(|_, _| {}).unwrap(), []);
+    // The superuser writes anywhere.
+    let probe = fs::write(dir.join("commit/probe"), b"");
+    if probe.is_err() {
+        let error = open(&io, &dir).unwrap_err();
+        assert!(matches!(error, StoreError::Io { .. }), "{error}");
+    }
+    fs::set_permissions(dir.join("commit"), fs::Permissions::from_mode(0o700)).unwrap();
+}
+
+const HOLD: &str = "STORE_TEST_HOLD";
+
+#[test]
+fn the_lock_dies_with_the_process() {
+    if let Some(dir) = std::env::var_os(HOLD) {
+        hold_until_killed(Path::new(&dir));
+    }
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "disk::the_lock_dies_with_the_process", "--nocapture"])
+        .env(HOLD, &dir)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let held = lines.any(|line| line.unwrap().contains("the child holds it"));
+    let refused = open(&io, &dir);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(held, "the child never got the lock");
+    assert!(matches!(refused, Err(StoreError::InUse { .. })), "{refused:?}");
+    let (store, _) = open(&io, &dir).unwrap();
+    assert_contents(&store, 1);
+}
+
+fn hold_until_killed(dir: &Path) -> ! {
+    let (store, _) = open(&mmap_engine(1, true), dir).unwrap();
+    train_step(&store).unwrap();
+    println!("the child holds it");
+    std::io::stdout().flush().unwrap();
+    loop {
+        std::thread::park();
+    }
+}

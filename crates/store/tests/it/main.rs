@@ -1,0 +1,10 @@
+//! The store from outside: life cycle, damage, crashes, faults, real disks.
+// Everything here is a test, the functions they share included.
+#![allow(clippy::unwrap_used)]
+
+mod crash;
+mod damage;
+mod disk;
+mod faults;
+mod lifecycle;
+mod support;
