@@ -1,0 +1,215 @@
+//! Seconds of a layer's forward and backward and of the head, against faer's large product.
+//!
+//! Two microbatch rows of 512 tokens, two threads. The yardstick is faer's sequential product of
+//! 2048^3 on every thread at once, in the same run. Prints a table and one JSON line.
+//! `cargo bench -p compute --bench layer`
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+use compute::{Command, CpuDevice, Device, MicroShape, Outcome, TensorId, WeightsId};
+use faer::linalg::matmul::matmul;
+use faer::{Accum, Mat, Par};
+use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, TileId};
+use rayon::prelude::*;
+
+const SHAPE: MicroShape = MicroShape { rows: 2, seq_len: 512 };
+const THREADS: usize = 2;
+const ROUNDS: usize = 7;
+const MODELS: [(&str, &str); 2] = [
+    (
+        "SmolLM2-135M",
+        r#"{"model_type":"llama","vocab_size":49152,"hidden_size":576,"intermediate_size":1536,
+            "num_hidden_layers":1,"num_attention_heads":9,"num_key_value_heads":3}"#,
+    ),
+    (
+        "TinyLlama-1.1B",
+        r#"{"model_type":"llama","vocab_size":32000,"hidden_size":2048,"intermediate_size":5632,
+            "num_hidden_layers":1,"num_attention_heads":32,"num_key_value_heads":4}"#,
+    ),
+];
+
+struct Row {
+    name: String,
+    seconds: f64,
+    product_gflops: f64,
+    /// The yardstick, measured right before and after.
+    faer_gflops: f64,
+}
+
+struct Bench {
+    device: CpuDevice,
+    config: ModelConfig,
+    table: LayerTable,
+}
+
+fn main() {
+    // `cargo test --benches` runs this binary too, without the flag and with a slow profile.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build();
+    let pool = Arc::new(pool.expect("a pool of threads"));
+    let rows: Vec<Row> = MODELS
+        .iter()
+        .flat_map(|(name, config)| {
+            let config = ModelConfig::from_json(config).expect("a valid config");
+            let device = CpuDevice::new(&config, Budget::new(8 << 30), Arc::clone(&pool));
+            let mut bench = Bench { device, table: LayerTable::new(&config), config };
+            let before = yardstick(&pool);
+            let mut rows = bench.layer(name);
+            let between = yardstick(&pool);
+            rows.extend(bench.head(name));
+            let after = yardstick(&pool);
+            for (i, row) in rows.iter_mut().enumerate() {
+                row.faer_gflops = between.max(if i < 3 { before } else { after });
+            }
+            rows
+        })
+        .collect();
+    report(&rows);
+}
+
+/// GFLOP/s of faer's sequential product on all threads at once.
+fn yardstick(pool: &rayon::ThreadPool) -> f64 {
+    const N: usize = 2048;
+    let operands: Vec<_> = (0..THREADS)
+        .map(|_| (Mat::<f32>::zeros(N, N), Mat::<f32>::ones(N, N), Mat::<f32>::ones(N, N)))
+        .collect();
+    let mut operands = operands;
+    let seconds = best(|| {
+        pool.install(|| {
+            operands.par_iter_mut().with_max_len(1).for_each(|(c, a, b)| {
+                matmul(c.as_mut(), Accum::Replace, a.as_ref(), b.as_ref(), 1.0, Par::Seq);
+            });
+        });
+    });
+    THREADS as f64 * 2.0 * (N as f64).powi(3) / seconds / 1e9
+}
+
+impl Bench {
+    fn call(&mut self, command: Command) -> Outcome {
+        let (answer, answers) = channel();
+        let done = Box::new(move |result| answer.send(result).expect("a waiting caller"));
+        self.device.enqueue(command, done);
+        answers.recv().expect("an answer").expect("a valid command")
+    }
+
+    fn seconds(&mut self, command: Command) -> f64 {
+        let start = Instant::now();
+        self.call(command);
+        start.elapsed().as_secs_f64()
+    }
+
+    fn bind(&mut self, layer: LayerId, tile: u32) -> WeightsId {
+        let bytes = random(self.table.tiles(layer)[tile as usize].elements.len());
+        let id = WeightsId(u64::from(layer.0 * 1000 + tile));
+        self.call(Command::Bind { id, layer, tile: TileId(tile), bytes });
+        id
+    }
+
+    fn put(&mut self, id: u64) -> TensorId {
+        let bytes = random(SHAPE.tokens() * self.config.hidden_size);
+        self.call(Command::Put { id: TensorId(id), bytes });
+        TensorId(id)
+    }
+
+    fn layer(&mut self, name: &str) -> Vec<Row> {
+        let weights = self.bind(LayerId(1), 0);
+        let parameters = self.table.layer(LayerId(1)).elements() as f64;
+        let (y, dx) = (TensorId(2), TensorId(4));
+        let mut seconds = [f64::MAX; 3];
+        for round in 0..2 * ROUNDS {
+            let keep = round % 2 == 0;
+            let (x, dy) = (self.put(1), self.put(3));
+            let forward = Command::Forward { weights, shape: SHAPE, x, y, keep };
+            seconds[0] = seconds[0].min(self.seconds(forward));
+            let backward =
+                Command::Backward { weights, shape: SHAPE, x, dy, dx: Some(dx), gradient: true };
+            let at = if keep { 1 } else { 2 };
+            seconds[at] = seconds[at].min(self.seconds(backward));
+        }
+        self.call(Command::Clear);
+        let product = 2.0 * SHAPE.tokens() as f64 * parameters;
+        let names = ["forward", "backward, kept", "backward, recomputed"];
+        let products = [product, 2.0 * product, 3.0 * product];
+        rows(name, &names, &seconds, &products)
+    }
+
+    fn head(&mut self, name: &str) -> Vec<Row> {
+        let weights = self.bind(self.table.head(), 1);
+        let labels: Arc<[u32]> = (0..SHAPE.tokens() as u32).collect();
+        let (h, stats, dh) = (self.put(1), TensorId(5), TensorId(6));
+        let mut seconds = [f64::MAX; 2];
+        for _ in 0..ROUNDS {
+            let l = Arc::clone(&labels);
+            let score = Command::HeadScore { weights, h, labels: l, stats };
+            seconds[0] = seconds[0].min(self.seconds(score));
+            let (labels, scale) = (Arc::clone(&labels), 1e-3);
+            let backward =
+                Command::HeadBackward { weights, h, stats, labels, dh, scale, gradient: true };
+            seconds[1] = seconds[1].min(self.seconds(backward));
+        }
+        self.call(Command::Clear);
+        let elements = self.table.tiles(self.table.head())[1].elements.len();
+        let product = 2.0 * SHAPE.tokens() as f64 * elements as f64;
+        rows(
+            name,
+            &["head tile, score", "head tile, backward"],
+            &seconds,
+            &[product, 3.0 * product],
+        )
+    }
+}
+
+fn rows(model: &str, names: &[&str], seconds: &[f64], products: &[f64]) -> Vec<Row> {
+    let all = names.iter().zip(seconds).zip(products);
+    all.map(|((name, &seconds), product)| Row {
+        name: format!("{model}: {name}"),
+        seconds,
+        product_gflops: product / seconds / 1e9,
+        faer_gflops: 0.0,
+    })
+    .collect()
+}
+
+fn best(mut run: impl FnMut()) -> f64 {
+    let time = |_| {
+        let start = Instant::now();
+        run();
+        start.elapsed().as_secs_f64()
+    };
+    (0..ROUNDS).map(time).fold(f64::MAX, f64::min)
+}
+
+/// Values in [-1/16, 1/16) by a linear congruential generator.
+fn random(elements: usize) -> HostBytes {
+    let mut block = HostBytes::zeroed(elements * 4);
+    let mut state = 1u32;
+    for value in block.f32s_mut() {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        *value = (state >> 8) as f32 / 134_217_728.0 - 0.0625;
+    }
+    block
+}
+
+fn report(rows: &[Row]) {
+    println!("{THREADS} threads, {} tokens; faer: GFLOP/s of 2048^3", SHAPE.tokens());
+    println!("{:40} {:>9} {:>9} {:>6} {:>6}", "command", "ms", "GFLOP/s", "faer", "share");
+    for row in rows {
+        let (name, ms, rate) = (&row.name, row.seconds * 1e3, row.product_gflops);
+        let (faer, share) = (row.faer_gflops, rate / row.faer_gflops);
+        println!("{name:40} {ms:>9.2} {rate:>9.0} {faer:>6.0} {share:>6.2}");
+    }
+    let commands: Vec<_> = rows
+        .iter()
+        .map(|r| {
+            serde_json::json!({
+                "command": r.name, "seconds": r.seconds, "product_gflops": r.product_gflops,
+                "faer_gflops": r.faer_gflops,
+            })
+        })
+        .collect();
+    println!("{}", serde_json::json!({ "commands": commands }));
+}

@@ -1,0 +1,190 @@
+//! Gradients while they are summed over microbatches.
+//!
+//! Invariants:
+//! - an element is overwritten by its first contribution and added to by the later ones, in the
+//!   order of the commands: gradient blocks are never zeroed first;
+//! - `written` ranges do not overlap.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use model::{Budget, HostBytes};
+
+use crate::product::Accum;
+use crate::simd::{self, Kernel};
+use crate::{DeviceError, Gradient};
+
+/// One value per parameter of a layer.
+#[derive(Debug)]
+pub(super) struct Dense {
+    block: HostBytes,
+    written: Vec<Range<usize>>,
+}
+
+impl Dense {
+    /// A gradient of `elements` values, none of which has a contribution yet.
+    pub(super) fn new(budget: &Budget, elements: usize) -> Result<Dense, DeviceError> {
+        Ok(Dense { block: budget.block(elements * 4)?, written: Vec::new() })
+    }
+
+    /// The elements of `range`, and whether a contribution replaces or adds.
+    pub(super) fn region(&mut self, range: Range<usize>) -> (&mut [f32], Accum) {
+        let covered = self.written.iter().any(|w| w.start <= range.start && range.end <= w.end);
+        let fresh = self.written.iter().all(|w| w.end <= range.start || range.end <= w.start);
+        let accum = if fresh { Accum::Replace } else { Accum::Add };
+        if fresh {
+            self.written.push(range.clone());
+        } else if !covered {
+            self.complete();
+        }
+        (&mut self.block.f32s_mut()[range], accum)
+    }
+
+    /// Zeroes what no contribution has reached, and returns all elements.
+    pub(super) fn complete(&mut self) -> &mut [f32] {
+        let values = self.block.f32s_mut();
+        self.written.sort_unstable_by_key(|w| w.start);
+        let mut next = 0;
+        for w in &self.written {
+            values[next..w.start].fill(0.0);
+            next = w.end;
+        }
+        values[next..].fill(0.0);
+        self.written = vec![Range { start: 0, end: values.len() }];
+        values
+    }
+
+    /// Adds `dy[t]` to row `tokens[t]`.
+    pub(super) fn add_rows(&mut self, tokens: &[u32], dy: &[f32]) {
+        let width = dy.len() / tokens.len().max(1);
+        let values = self.complete();
+        for (&token, dy) in tokens.iter().zip(dy.chunks_exact(width.max(1))) {
+            let y = &mut values[token as usize * width..][..width];
+            simd::run(Add { y, x: dy });
+        }
+    }
+
+    pub(super) fn take(mut self) -> Gradient {
+        self.complete();
+        Gradient::Dense(self.block)
+    }
+}
+
+/// The rows of an embedding's gradient that tokens touched.
+#[derive(Debug)]
+pub(super) struct RowGradient {
+    width: usize,
+    /// One block per microbatch with the rows it touched first.
+    pieces: Vec<HostBytes>,
+    /// Piece and row of each token.
+    places: BTreeMap<u32, (usize, usize)>,
+}
+
+impl RowGradient {
+    pub(super) fn new(width: usize) -> RowGradient {
+        RowGradient { width, pieces: Vec::new(), places: BTreeMap::new() }
+    }
+
+    /// Adds `dy[t]` to row `tokens[t]`, in the order of the tokens.
+    pub(super) fn add(
+        &mut self,
+        budget: &Budget,
+        tokens: &[u32],
+        dy: &[f32],
+    ) -> Result<(), DeviceError> {
+        let mut new: Vec<u32> = tokens.to_vec();
+        new.sort_unstable();
+        new.dedup();
+        new.retain(|token| !self.places.contains_key(token));
+        let piece = self.pieces.len();
+        self.pieces.push(budget.block(new.len() * self.width * 4)?);
+        self.places.extend(new.iter().enumerate().map(|(row, &token)| (token, (piece, row))));
+        let mut empty = vec![true; new.len()];
+        for (token, dy) in tokens.iter().zip(dy.chunks_exact(self.width)) {
+            let (at, row) = self.places[token];
+            let y = &mut self.pieces[at].f32s_mut()[row * self.width..][..self.width];
+            if at == piece && std::mem::take(&mut empty[row]) {
+                y.copy_from_slice(dy);
+            } else {
+                simd::run(Add { y, x: dy });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn take(mut self, budget: &Budget) -> Result<Gradient, DeviceError> {
+        let ids: Vec<u32> = self.places.keys().copied().collect();
+        let width = self.width;
+        // The rows of a single piece are in order already.
+        let values = match self.pieces.pop() {
+            Some(only) if self.pieces.is_empty() => only,
+            last => {
+                self.pieces.extend(last);
+                self.gather(budget)?
+            }
+        };
+        Ok(Gradient::Rows { ids, width, values })
+    }
+
+    fn gather(&self, budget: &Budget) -> Result<HostBytes, DeviceError> {
+        let mut values = budget.block(self.places.len() * self.width * 4)?;
+        let rows = values.f32s_mut().chunks_exact_mut(self.width);
+        for (to, &(piece, row)) in rows.zip(self.places.values()) {
+            to.copy_from_slice(&self.pieces[piece].f32s()[row * self.width..][..self.width]);
+        }
+        Ok(values)
+    }
+}
+
+struct Add<'a> {
+    y: &'a mut [f32],
+    x: &'a [f32],
+}
+
+impl Kernel for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        self.y.iter_mut().zip(self.x).for_each(|(y, x)| *y += x);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(gradient: &Gradient) -> Vec<f32> {
+        match gradient {
+            Gradient::Dense(block) | Gradient::Rows { values: block, .. } => block.f32s().to_vec(),
+        }
+    }
+
+    #[test]
+    fn regions_replace_then_add_and_gaps_are_zero() {
+        let budget = Budget::new(1 << 20);
+        budget.block(24).unwrap().f32s_mut().fill(f32::NAN);
+        let mut dense = Dense::new(&budget, 6).unwrap();
+        for (range, want) in [(1..3, Accum::Replace), (4..5, Accum::Replace), (1..3, Accum::Add)] {
+            let (values, accum) = dense.region(range);
+            assert_eq!(accum, want);
+            match accum {
+                Accum::Replace => values.fill(1.0),
+                Accum::Add => values.iter_mut().for_each(|v| *v += 1.0),
+            }
+        }
+        assert_eq!(dense.region(2..6).1, Accum::Add);
+        assert_eq!(values(&dense.take()), [0.0, 2.0, 2.0, 0.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn rows_of_several_microbatches_ascend() {
+        let budget = Budget::new(1 << 20);
+        let mut rows = RowGradient::new(1);
+        rows.add(&budget, &[7, 3, 7], &[1.0, 2.0, 4.0]).unwrap();
+        rows.add(&budget, &[5, 3], &[8.0, 16.0]).unwrap();
+        let gradient = rows.take(&budget).unwrap();
+        assert_eq!(values(&gradient), [18.0, 8.0, 5.0]);
+        assert!(matches!(gradient, Gradient::Rows { ids, .. } if ids == [3, 5, 7]));
+    }
+}

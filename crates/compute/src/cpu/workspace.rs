@@ -1,0 +1,22 @@
+//! How much memory the CPU device's commands need.
+
+use model::{LayerTable, ModelConfig, Workspace};
+
+use super::decoder::Sizes;
+use crate::MicroShape;
+use crate::rows::partial_count;
+
+/// Bounds of what one command allocates from the budget while it runs, and of the kept activations
+/// of one decoder layer and microbatch.
+///
+/// Results are not counted: tensors `[T, D]`, gradients, kept activations. Of an untied embedding,
+/// taking the gradient of several microbatches copies its rows once.
+pub fn workspace(config: &ModelConfig, shape: MicroShape) -> Workspace {
+    let sizes = Sizes::new(config, shape);
+    let table = LayerTable::new(config);
+    let tile_rows = table.tiles(table.head()).iter().map(|t| t.vocabulary.len()).max();
+    let logits = shape.tokens() * tile_rows.unwrap_or(0);
+    let head_norm = shape.tokens() + partial_count(shape.tokens()) * config.hidden_size;
+    let elements = sizes.forward().max(sizes.backward()).max(logits).max(head_norm);
+    Workspace { command_bytes: elements * 4, kept_bytes: sizes.kept() * 4 }
+}

@@ -1,0 +1,254 @@
+//! One training step's commands, as the trainer gives them, on a model made by a formula.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+
+use compute::{
+    Command, CpuDevice, Device, DeviceError, Gradient, MicroShape, NO_TARGET, Outcome, TensorId,
+    WeightsId,
+};
+use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, Role, TileId};
+
+pub(crate) fn splitmix64(x: u64) -> u64 {
+    let mut z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// Multiples of 2^-17 in [-1/4, 1/4): `uniform` of `golden/families.py`.
+pub(crate) fn uniform(stream: u64, index: usize) -> f32 {
+    (splitmix64((stream << 40) + index as u64) >> 48) as f32 / 131_072.0 - 0.25
+}
+
+pub(crate) fn config(text: &str) -> ModelConfig {
+    ModelConfig::from_json(text).unwrap()
+}
+
+/// One block per layer; norms are around 1.
+pub(crate) fn weights(config: &ModelConfig) -> Vec<Vec<f32>> {
+    let table = LayerTable::new(config);
+    let norms = [
+        Role::AttentionNorm,
+        Role::FeedForwardNorm,
+        Role::QueryNorm,
+        Role::KeyNorm,
+        Role::FinalNorm,
+    ];
+    let layers = table.layers().iter().map(|layer| {
+        let mut block: Vec<f32> =
+            (0..layer.elements()).map(|i| uniform(u64::from(layer.id.0), i)).collect();
+        for tensor in layer.tensors.iter().filter(|t| norms.contains(&t.role)) {
+            block[tensor.range()].iter_mut().for_each(|w| *w += 1.0);
+        }
+        block
+    });
+    layers.collect()
+}
+
+/// `[B * S]` tokens, the same as the golden files' for the same size.
+pub(crate) fn tokens(config: &ModelConfig, count: usize) -> Vec<u32> {
+    let token = |i| (splitmix64((1 << 63) + i) % config.vocab_size as u64) as u32;
+    (0..count as u64).map(token).collect()
+}
+
+/// Every position's label is the next token of its row.
+pub(crate) fn labels(tokens: &[u32], seq_len: usize) -> Vec<u32> {
+    let next = |row: &[u32]| row[1..].iter().copied().chain([NO_TARGET]).collect::<Vec<_>>();
+    tokens.chunks(seq_len).flat_map(next).collect()
+}
+
+pub(crate) fn bytes(values: &[f32]) -> HostBytes {
+    let mut block = HostBytes::zeroed(values.len() * 4);
+    block.f32s_mut().copy_from_slice(values);
+    block
+}
+
+pub(crate) struct Bench {
+    pub(crate) device: CpuDevice,
+    pub(crate) table: LayerTable,
+    pub(crate) weights: Vec<Vec<f32>>,
+    pub(crate) budget: Budget,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Options {
+    pub(crate) threads: usize,
+    pub(crate) keep: bool,
+    pub(crate) micros: usize,
+}
+
+pub(crate) const PLAIN: Options = Options { threads: 2, keep: false, micros: 1 };
+
+impl Bench {
+    pub(crate) fn new(config: &ModelConfig, threads: usize) -> Bench {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let budget = Budget::new(1 << 30);
+        Bench {
+            device: CpuDevice::new(config, budget.clone(), Arc::new(pool)),
+            table: LayerTable::new(config),
+            weights: weights(config),
+            budget,
+        }
+    }
+
+    pub(crate) fn call(&mut self, command: Command) -> Result<Outcome, DeviceError> {
+        let (answer, answers) = channel();
+        self.device.enqueue(command, Box::new(move |result| answer.send(result).unwrap()));
+        answers.recv().unwrap()
+    }
+
+    pub(crate) fn run(&mut self, command: Command) {
+        let name = format!("{command:?}");
+        assert!(matches!(self.call(command), Ok(Outcome::Done)), "{name}");
+    }
+
+    pub(crate) fn bind(&mut self, layer: LayerId, tile: u32) -> WeightsId {
+        let spec = self.table.tiles(layer).swap_remove(tile as usize);
+        let block = bytes(&self.weights[spec.source.index()][spec.elements]);
+        let id = WeightsId(u64::from(layer.0) << 32 | u64::from(tile));
+        self.run(Command::Bind { id, layer, tile: TileId(tile), bytes: block });
+        id
+    }
+
+    pub(crate) fn put(&mut self, id: u64, values: &[f32]) -> TensorId {
+        self.run(Command::Put { id: TensorId(id), bytes: bytes(values) });
+        TensorId(id)
+    }
+
+    pub(crate) fn get(&mut self, id: TensorId) -> Vec<f32> {
+        match self.call(Command::Get { id }) {
+            Ok(Outcome::Bytes(bytes)) => bytes.f32s().to_vec(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The gradient of a layer, rows spread out.
+    pub(crate) fn gradient(&mut self, layer: LayerId) -> Vec<f32> {
+        match self.call(Command::TakeGradient { layer }) {
+            Ok(Outcome::Gradient(Gradient::Dense(block))) => block.f32s().to_vec(),
+            Ok(Outcome::Gradient(Gradient::Rows { ids, width, values })) => {
+                assert!(ids.windows(2).all(|w| w[0] < w[1]), "{ids:?}");
+                let mut all = vec![0.0; self.weights[layer.index()].len()];
+                for (id, row) in ids.iter().zip(values.f32s().chunks_exact(width)) {
+                    all[*id as usize * width..][..width].copy_from_slice(row);
+                }
+                all
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// A whole step on a fresh device: sum of losses and the gradients of all layers.
+pub(crate) fn step(
+    config: &ModelConfig,
+    shape: MicroShape,
+    scale: f32,
+    options: Options,
+) -> (f64, Vec<Vec<f32>>) {
+    let mut bench = Bench::new(config, options.threads);
+    let rows = shape.rows / options.micros;
+    let micro = MicroShape { rows, seq_len: shape.seq_len };
+    let all = tokens(config, shape.tokens());
+    let ids: Vec<Arc<[u32]>> = all.chunks(micro.tokens()).map(Arc::from).collect();
+    let targets: Vec<Arc<[u32]>> = ids.iter().map(|t| labels(t, shape.seq_len).into()).collect();
+    let last = bench.table.head().index();
+    let boundary = |layer: usize, m: usize| TensorId((layer * 100 + m) as u64);
+
+    for (m, ids) in ids.iter().enumerate() {
+        let rows = bytes(&bench.weights[0]);
+        bench.run(Command::Embed { rows, index: Arc::clone(ids), y: boundary(1, m) });
+    }
+    for layer in 1..last {
+        let weights = bench.bind(LayerId(layer as u32), 0);
+        for m in 0..ids.len() {
+            let (x, y) = (boundary(layer, m), boundary(layer + 1, m));
+            bench.run(Command::Forward { weights, shape: micro, x, y, keep: options.keep });
+        }
+    }
+    let loss = head(&mut bench, &targets, scale, boundary(last, 0).0);
+    for layer in (1..last).rev() {
+        let weights = WeightsId((layer as u64) << 32);
+        for m in 0..ids.len() {
+            let (x, d) = (boundary(layer, m), boundary(90, m));
+            bench.run(Command::Backward {
+                weights,
+                shape: micro,
+                x,
+                dy: d,
+                dx: Some(d),
+                gradient: true,
+            });
+        }
+        bench.run(Command::Unbind { id: weights });
+    }
+    for (m, ids) in ids.iter().enumerate() {
+        bench.run(Command::EmbedBackward { tokens: Arc::clone(ids), dy: boundary(90, m) });
+    }
+    let gradients = (0..=last).map(|l| bench.gradient(LayerId(l as u32))).collect();
+    (loss, gradients)
+}
+
+/// Score, loss and backward of the head; gradients arrive in tensors 9000 + m.
+fn head(bench: &mut Bench, targets: &[Arc<[u32]>], scale: f32, first_x: u64) -> f64 {
+    let head = bench.table.head();
+    let micros = 0..targets.len() as u64;
+    let norm = bench.bind(head, 0);
+    let (h, stats, dh) = (|m| TensorId(8000 + m), |m| TensorId(8100 + m), |m| TensorId(8200 + m));
+    for m in micros.clone() {
+        bench.run(Command::HeadNorm { weights: norm, x: TensorId(first_x + m), h: h(m) });
+    }
+    let tiles = 1..bench.table.tiles(head).len() as u32;
+    for tile in tiles.clone() {
+        let weights = bench.bind(head, tile);
+        for m in micros.clone() {
+            let labels = Arc::clone(&targets[m as usize]);
+            bench.run(Command::HeadScore { weights, h: h(m), labels, stats: stats(m) });
+        }
+    }
+    let mut loss = 0.0;
+    for m in micros.clone() {
+        let labels = Arc::clone(&targets[m as usize]);
+        match bench.call(Command::HeadLoss { stats: stats(m), labels }) {
+            Ok(Outcome::Loss(part)) => loss += part,
+            other => panic!("{other:?}"),
+        }
+    }
+    for tile in tiles {
+        let weights = WeightsId(u64::from(head.0) << 32 | u64::from(tile));
+        for m in micros.clone() {
+            let labels = Arc::clone(&targets[m as usize]);
+            let (h, stats, dh) = (h(m), stats(m), dh(m));
+            bench.run(Command::HeadBackward {
+                weights,
+                h,
+                stats,
+                labels,
+                dh,
+                scale,
+                gradient: true,
+            });
+        }
+    }
+    for m in micros {
+        bench.run(Command::Free { id: h(m) });
+        bench.run(Command::Free { id: stats(m) });
+        let (x, dx) = (TensorId(first_x + m), Some(TensorId(9000 + m)));
+        bench.run(Command::HeadNormBackward { weights: norm, x, dh: dh(m), dx, gradient: true });
+    }
+    loss
+}
+
+/// ||a - b|| / ||b||
+pub(crate) fn distance(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |x: f64| x * x;
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    let length: f64 = b.iter().copied().map(square).sum();
+    difference.sqrt() / length.sqrt().max(1e-30)
+}
+
+pub(crate) fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().copied().map(f64::from).collect()
+}

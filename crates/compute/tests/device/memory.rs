@@ -1,0 +1,100 @@
+//! Real peaks of the budget against the bounds that the device states.
+
+use std::sync::Arc;
+
+use compute::{Command, MicroShape, NO_TARGET, TensorId, workspace};
+use model::{LayerId, ModelConfig};
+
+use crate::harness::{self, Bench};
+
+const SHAPE: MicroShape = MicroShape { rows: 2, seq_len: 70 };
+
+/// Bytes that the command held at most, beside what was there before and what it left.
+fn transient(bench: &mut Bench, command: Command) -> usize {
+    // A fresh device knows no earlier peak; what lives is the tensors put by the test, on the heap.
+    let before = bench.budget.used_bytes();
+    bench.run(command);
+    let left = bench.budget.used_bytes().saturating_sub(before);
+    bench.budget.peak_bytes() - before - left
+}
+
+fn models() -> Vec<ModelConfig> {
+    let text = |family: &str, hidden: usize, ffn: usize, head_dim: usize, vocab: usize| {
+        harness::config(&format!(
+            r#"{{"model_type":"{family}","vocab_size":{vocab},"hidden_size":{hidden},
+                "intermediate_size":{ffn},"num_hidden_layers":1,"num_attention_heads":4,
+                "num_key_value_heads":2,"head_dim":{head_dim},"attention_bias":true}}"#
+        ))
+    };
+    vec![
+        text("llama", 64, 160, 16, 100),
+        text("qwen3", 64, 16, 32, 100),
+        text("llama", 96, 8, 2, 5000),
+    ]
+}
+
+#[test]
+fn no_command_needs_more_than_its_bound() {
+    for config in models() {
+        let bound = workspace(&config, SHAPE);
+        let input = vec![0.25; SHAPE.tokens() * config.hidden_size];
+        let labels: Arc<[u32]> = vec![3; SHAPE.tokens()].into();
+        let mut tightest = 0;
+        for keep in [false, true] {
+            let mut bench = Bench::new(&config, 2);
+            let weights = bench.bind(LayerId(1), 0);
+            let (x, y) = (bench.put(1, &input), TensorId(2));
+            let used =
+                transient(&mut bench, Command::Forward { weights, shape: SHAPE, x, y, keep });
+            let kept = if keep { bound.kept_bytes } else { 0 };
+            assert_eq!(bench.budget.used_bytes(), kept + input.len() * 4);
+            assert!(used + kept <= bound.command_bytes, "forward {used} {bound:?}");
+            tightest = tightest.max(used + kept);
+        }
+        let mut bench = Bench::new(&config, 2);
+        let weights = bench.bind(LayerId(1), 0);
+        let (x, dy) = (bench.put(1, &input), bench.put(2, &input));
+        let dx = Some(TensorId(3));
+        let backward = Command::Backward { weights, shape: SHAPE, x, dy, dx, gradient: true };
+        tightest = tightest.max(transient(&mut bench, backward));
+
+        let mut bench = Bench::new(&config, 2);
+        let weights = bench.bind(bench.table.head(), 1);
+        let (h, stats, dh) = (bench.put(1, &input), TensorId(2), TensorId(3));
+        let l = Arc::clone(&labels);
+        let score = Command::HeadScore { weights, h, labels: l, stats };
+        tightest = tightest.max(transient(&mut bench, score));
+        let l = Arc::clone(&labels);
+        let scale = 1.0;
+        let backward =
+            Command::HeadBackward { weights, h, stats, labels: l, dh, scale, gradient: true };
+        tightest = tightest.max(transient(&mut bench, backward));
+        assert!(tightest <= bound.command_bytes, "{tightest} {bound:?}");
+        assert!(tightest * 10 >= bound.command_bytes * 9, "loose: {tightest} {bound:?}");
+    }
+}
+
+#[test]
+fn unlabelled_tokens_have_no_gradient_and_clear_frees_everything() {
+    let config = &models()[0];
+    let mut bench = Bench::new(config, 2);
+    let input = vec![0.25; SHAPE.tokens() * config.hidden_size];
+    let weights = bench.bind(bench.table.head(), 1);
+    let (h, stats) = (bench.put(1, &input), TensorId(2));
+    let labels: Arc<[u32]> = vec![NO_TARGET; SHAPE.tokens()].into();
+    let l = Arc::clone(&labels);
+    bench.run(Command::HeadScore { weights, h, labels: l, stats });
+    let backward = Command::HeadBackward {
+        weights,
+        h,
+        stats,
+        labels,
+        dh: TensorId(3),
+        scale: 1.0,
+        gradient: true,
+    };
+    bench.run(backward);
+    assert!(bench.get(TensorId(3)).iter().all(|g| *g == 0.0));
+    bench.run(Command::Clear);
+    assert_eq!(bench.budget.used_bytes(), 0);
+}
