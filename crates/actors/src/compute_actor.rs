@@ -1,0 +1,49 @@
+//! [`ComputeActor`]: owns the device. The device has its own thread; the actor only enqueues.
+
+use std::sync::Arc;
+
+use compute::Device;
+use kameo::prelude::*;
+
+use crate::fault::FaultPlan;
+use crate::messages::ComputeRequest;
+
+pub(crate) struct ComputeActor {
+    device: Box<dyn Device>,
+    faults: FaultPlan,
+}
+
+/// Opens the device; called for every incarnation, after the device before was dropped.
+pub(crate) type OpenDevice = Arc<dyn Fn() -> Box<dyn Device> + Send + Sync>;
+
+#[derive(Clone)]
+pub(crate) struct ComputeArgs {
+    pub(crate) open: OpenDevice,
+    pub(crate) faults: FaultPlan,
+}
+
+impl Actor for ComputeActor {
+    type Args = ComputeArgs;
+    type Error = kameo::error::Infallible;
+
+    fn name() -> &'static str {
+        "compute"
+    }
+
+    async fn on_start(args: ComputeArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
+        Ok(ComputeActor { device: (args.open)(), faults: args.faults })
+    }
+}
+
+impl Message<ComputeRequest> for ComputeActor {
+    type Reply = ();
+
+    async fn handle(&mut self, request: ComputeRequest, _: &mut Context<Self, ()>) {
+        self.faults.message("compute");
+        let reply = request.reply;
+        let done = Box::new(move |result: Result<_, compute::DeviceError>| {
+            reply.send(result.map_err(Into::into));
+        });
+        self.device.enqueue(request.command, done);
+    }
+}

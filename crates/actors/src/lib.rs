@@ -1,0 +1,41 @@
+//! Runs a training job: one actor per resource, two machines that decide, one supervisor.
+//!
+//! ```text
+//! RunActor (steps, data, commits) <-> NodeActor (layers of this machine)
+//!                                        |-> StoreActor      reads, writes, syncs
+//!                                        |-> ComputeActor    the device
+//!                                        '-> OptimizerActor  gradients, AdamW, chunks
+//! ```
+//!
+//! Invariants:
+//! - an actor never awaits another one: requests carry a [`Reply`], which answers exactly once,
+//!   with [`Failure::Lost`] if whoever held it died;
+//! - nothing in a message has to survive: a failure aborts the attempt, and the step runs again
+//!   from the disk;
+//! - a dead resource actor is started anew; no address is kept across a restart.
+
+mod batch;
+mod compute_actor;
+mod directory;
+mod fault;
+mod forward;
+mod gate;
+mod messages;
+mod node_actor;
+mod optimizer_actor;
+mod policy;
+mod reply;
+mod report;
+mod run_actor;
+mod solo;
+mod store_actor;
+mod supervisor;
+
+pub use batch::Batch;
+pub use fault::{Fault, FaultPlan};
+pub use forward::{Forward, WeightReader};
+pub use policy::Verdict;
+pub use reply::{Failure, Reply};
+pub use report::{Event, Observer, PhaseSeconds, StallSeconds, StepReport, Summary};
+pub use run_actor::Clip;
+pub use solo::{ACTOR_NAMES, Solo, SoloConfig};

@@ -1,0 +1,224 @@
+//! Every message between actors. Requests carry a [`Reply`]; what belongs to an attempt says so.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use compute::{Command, Gradient, Outcome};
+use model::{Attempt, HostBytes, LayerId, Micro, Slot, Step};
+use optim::AdamW;
+use schedule::{ComputeOp, FromNode, ToNode, VisitId};
+use store::{IoCounters, State, StateChunk};
+
+use crate::{Batch, Clip, Failure, Reply, StallSeconds};
+
+/// What a step computes with: travels with `Begin`.
+#[derive(Clone, Debug)]
+pub(crate) struct Work {
+    pub(crate) batch: Arc<Batch>,
+    pub(crate) adamw: AdamW,
+    pub(crate) clip: Clip,
+}
+
+/// To the store actor.
+#[derive(Debug)]
+pub(crate) enum StoreRequest {
+    ReadWeights {
+        layer: LayerId,
+        slot: Slot,
+        elements: Range<usize>,
+        reply: Reply<HostBytes>,
+    },
+    GatherRows {
+        layer: LayerId,
+        slot: Slot,
+        width: usize,
+        ids: Vec<u32>,
+        reply: Reply<HostBytes>,
+    },
+    ReadChunk {
+        layer: LayerId,
+        slot: Slot,
+        chunk: usize,
+        reply: Reply<StateChunk>,
+    },
+    WriteChunk {
+        layer: LayerId,
+        slot: Slot,
+        chunk: usize,
+        bytes: StateChunk,
+        hashes: [u64; 3],
+        reply: Reply<()>,
+    },
+    FinishLayer {
+        layer: LayerId,
+        slot: Slot,
+        reply: Reply<[u64; 3]>,
+    },
+    Sync {
+        slots: Vec<(LayerId, Slot)>,
+        reply: Reply<()>,
+    },
+    Commit {
+        state: Box<State>,
+        reply: Reply<IoCounters>,
+    },
+    /// Answered when nothing is in flight.
+    Drain {
+        reply: Reply<()>,
+    },
+}
+
+/// To the compute actor.
+#[derive(Debug)]
+pub(crate) struct ComputeRequest {
+    pub(crate) command: Command,
+    pub(crate) reply: Reply<Outcome>,
+}
+
+/// A layer's optimizer run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UpdateJob {
+    pub(crate) attempt: Attempt,
+    pub(crate) layer: LayerId,
+    pub(crate) from: Slot,
+    pub(crate) to: Slot,
+    pub(crate) prepared: optim::Prepared,
+}
+
+/// To the optimizer actor.
+#[derive(Debug)]
+pub(crate) enum OptimizerMessage {
+    /// Take a gradient over; answers its sum of squares.
+    Measure {
+        attempt: Attempt,
+        layer: LayerId,
+        gradient: Gradient,
+        reply: Reply<f64>,
+    },
+    /// Apply a measured gradient; answers the hashes of the new planes.
+    Update {
+        job: UpdateJob,
+        reply: Reply<[u64; 3]>,
+    },
+    /// Forget everything; answered when no arithmetic is running.
+    Drain {
+        reply: Reply<()>,
+    },
+    ChunkRead {
+        job: UpdateJob,
+        chunk: usize,
+        result: Result<StateChunk, Failure>,
+    },
+    /// Computed and written, or one of the two failed.
+    ChunkWritten {
+        job: UpdateJob,
+        result: Result<(), Failure>,
+    },
+}
+
+/// What a layer of a prepared step adds to the record.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LayerReport {
+    pub(crate) hashes: [u64; 3],
+    pub(crate) sum_of_squares: f64,
+}
+
+/// To the node actor.
+#[derive(Debug)]
+pub(crate) enum NodeMessage {
+    Run {
+        message: ToNode,
+        work: Option<Work>,
+        factor: f32,
+    },
+    Rows {
+        attempt: Attempt,
+        micro: Micro,
+        result: Result<HostBytes, Failure>,
+    },
+    Weights {
+        attempt: Attempt,
+        visit: VisitId,
+        result: Result<HostBytes, Failure>,
+    },
+    Computed {
+        attempt: Attempt,
+        op: ComputeOp,
+        result: Result<Outcome, Failure>,
+    },
+    Unbound {
+        attempt: Attempt,
+        visit: VisitId,
+        result: Result<Outcome, Failure>,
+    },
+    Measured {
+        attempt: Attempt,
+        layer: LayerId,
+        result: Result<f64, Failure>,
+    },
+    Updated {
+        attempt: Attempt,
+        layer: LayerId,
+        result: Result<[u64; 3], Failure>,
+    },
+    Synced {
+        attempt: Attempt,
+        result: Result<(), Failure>,
+    },
+    /// One of the three stages of a drain is done (or was lost).
+    Drained {
+        attempt: Attempt,
+        stage: DrainStage,
+        result: Result<(), Failure>,
+    },
+    /// A lost drain is asked for again.
+    DrainAgain {
+        attempt: Attempt,
+        stage: DrainStage,
+    },
+}
+
+/// Order in which a node comes to rest: nobody may produce work for a later stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DrainStage {
+    Compute,
+    Optimizer,
+    Store,
+}
+
+/// To the run actor.
+#[derive(Debug)]
+pub(crate) enum RunMessage {
+    Start,
+    BatchLoaded { step: Step, result: Result<LoadedBatch, Failure> },
+    Node { report: FromNode, detail: Detail },
+    Committed { step: Step, result: Result<IoCounters, Failure> },
+    CommitAgain,
+    StopRequested,
+    Restarted { actor: &'static str, reason: String },
+}
+
+/// What comes with a node's report.
+#[derive(Debug)]
+pub(crate) enum Detail {
+    None,
+    Layers(Vec<LayerReport>),
+    Seconds(SweepSeconds),
+    Failure(Failure),
+}
+
+/// Where the time of both sweeps went.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SweepSeconds {
+    pub(crate) forward: f64,
+    pub(crate) backward: f64,
+    pub(crate) stall: StallSeconds,
+}
+
+/// The rows of a step.
+#[derive(Debug)]
+pub(crate) struct LoadedBatch {
+    pub(crate) batch: Arc<Batch>,
+    /// Where the next step goes on: epoch and index.
+    pub(crate) next: data::Cursor,
+}

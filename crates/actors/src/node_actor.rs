@@ -1,0 +1,390 @@
+//! [`NodeActor`]: carries out what the node machine decides about this machine's layers.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use compute::{Command, Outcome};
+use kameo::prelude::*;
+use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot};
+use schedule::{ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId};
+
+use crate::Clip;
+use crate::directory::Directory;
+use crate::fault::FaultPlan;
+use crate::messages::{
+    ComputeRequest, Detail, DrainStage, LayerReport, NodeMessage, OptimizerMessage, RunMessage,
+    StoreRequest, SweepSeconds, UpdateJob, Work,
+};
+use crate::policy::{Verdict, judge};
+use crate::reply::{Failure, Reply};
+
+mod clock;
+mod translate;
+
+use clock::{Load, StallClock};
+
+/// How long a drain that was lost with its actor waits before it is asked for again.
+const DRAIN_AGAIN: Duration = Duration::from_millis(20);
+
+#[derive(Clone)]
+pub(crate) struct NodeArgs {
+    pub(crate) directory: Directory,
+    pub(crate) table: Arc<LayerTable>,
+    pub(crate) config: NodeConfig,
+    /// Adam steps that each layer has behind it.
+    pub(crate) adam_steps: Vec<u64>,
+    pub(crate) faults: FaultPlan,
+}
+
+pub(crate) struct NodeActor {
+    directory: Directory,
+    table: Arc<LayerTable>,
+    node: Node,
+    adam_steps: Vec<u64>,
+    /// What the attempts in flight compute with, and what they reported so far.
+    works: BTreeMap<Attempt, InWork>,
+    /// Embedding rows that wait for their lookup.
+    rows: BTreeMap<Micro, HostBytes>,
+    clock: StallClock,
+    load: Load,
+    faults: FaultPlan,
+}
+
+struct InWork {
+    work: Work,
+    factor: f32,
+    layers: Vec<LayerReport>,
+    begun: Instant,
+    forward_seconds: f64,
+}
+
+impl Actor for NodeActor {
+    type Args = NodeArgs;
+    type Error = kameo::error::Infallible;
+
+    fn name() -> &'static str {
+        "node"
+    }
+
+    async fn on_start(args: NodeArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
+        Ok(NodeActor {
+            directory: args.directory,
+            node: Node::new(&args.table, args.config),
+            table: args.table,
+            adam_steps: args.adam_steps,
+            works: BTreeMap::new(),
+            rows: BTreeMap::new(),
+            clock: StallClock::new(Instant::now()),
+            load: Load::default(),
+            faults: args.faults,
+        })
+    }
+}
+
+impl Message<NodeMessage> for NodeActor {
+    type Reply = ();
+
+    async fn handle(&mut self, message: NodeMessage, _: &mut Context<Self, ()>) {
+        self.faults.message("node");
+        self.clock.tick(Instant::now(), &self.load);
+        if let Some(event) = self.take_in(message) {
+            let commands = self.node.on(event);
+            commands.into_iter().for_each(|command| self.carry_out(command));
+        }
+    }
+}
+
+impl NodeActor {
+    /// From a message to what the machine hears; bytes are kept or passed on here.
+    fn take_in(&mut self, message: NodeMessage) -> Option<NodeEvent> {
+        match message {
+            NodeMessage::Run { message, work, factor } => {
+                Some(self.told_by_run(message, work, factor))
+            }
+            NodeMessage::Rows { attempt, micro, result } => {
+                self.load.reads -= 1;
+                let rows = self.accept(attempt, result)?;
+                self.rows.insert(micro, rows);
+                Some(NodeEvent::RowsReady { attempt, micro })
+            }
+            NodeMessage::Weights { attempt, visit, result } => {
+                self.load.reads -= 1;
+                let bytes = self.accept(attempt, result)?;
+                self.bind(attempt, visit, bytes);
+                Some(NodeEvent::Streamed { attempt, visit })
+            }
+            NodeMessage::Computed { attempt, op, result } => {
+                self.load.computing -= 1;
+                let outcome = self.accept(attempt, result)?;
+                self.outcome(attempt, op, outcome)
+            }
+            NodeMessage::Unbound { attempt, visit, result } => {
+                self.accept(attempt, result)?;
+                Some(NodeEvent::Unbound { attempt, visit })
+            }
+            NodeMessage::Measured { attempt, layer, result } => {
+                self.load.optimizing -= 1;
+                let sum_of_squares = self.accept(attempt, result)?;
+                self.note(attempt, layer, |report| report.sum_of_squares = sum_of_squares);
+                Some(NodeEvent::Measured { attempt, layer, sum_of_squares })
+            }
+            NodeMessage::Updated { attempt, layer, result } => {
+                self.load.optimizing -= 1;
+                let hashes = self.accept(attempt, result)?;
+                self.note(attempt, layer, |report| report.hashes = hashes);
+                Some(NodeEvent::Updated { attempt, layer })
+            }
+            NodeMessage::Synced { attempt, result } => {
+                self.load.syncing -= 1;
+                self.accept(attempt, result)?;
+                Some(NodeEvent::Synced { attempt })
+            }
+            NodeMessage::Drained { attempt, stage, result } => {
+                self.drained(attempt, stage, result.is_ok())
+            }
+            NodeMessage::DrainAgain { attempt, stage } => {
+                self.drain(attempt, stage);
+                None
+            }
+        }
+    }
+
+    fn told_by_run(&mut self, message: ToNode, work: Option<Work>, factor: f32) -> NodeEvent {
+        match message {
+            ToNode::Begin { attempt, .. } => {
+                if let Some(work) = work {
+                    let layers = vec![LayerReport::default(); self.table.len()];
+                    let begun = Instant::now();
+                    let in_work = InWork { work, factor: 1.0, layers, begun, forward_seconds: 0.0 };
+                    self.works.insert(attempt, in_work);
+                }
+            }
+            ToNode::Apply { attempt, .. } => {
+                if let Some(in_work) = self.works.get_mut(&attempt) {
+                    in_work.factor = factor;
+                }
+            }
+            ToNode::Committed { attempt, .. } => {
+                self.adam_steps.iter_mut().for_each(|t| *t += 1);
+                self.works.remove(&attempt);
+            }
+            ToNode::Abort { attempt } => {
+                self.works.retain(|a, _| *a < attempt);
+                self.rows.clear();
+            }
+        }
+        NodeEvent::Run(message)
+    }
+
+    /// The result of an attempt that is still alive; a failure is reported and ends it.
+    fn accept<T>(&mut self, attempt: Attempt, result: Result<T, Failure>) -> Option<T> {
+        if !self.works.contains_key(&attempt) {
+            return None;
+        }
+        match result {
+            Ok(value) => Some(value),
+            Err(failure) => {
+                let fatal = judge(&failure) == Verdict::StopNode;
+                tracing::warn!(%attempt, %failure, "attempt failed");
+                self.report(FromNode::Failed { attempt, fatal }, Detail::Failure(failure));
+                None
+            }
+        }
+    }
+
+    fn outcome(&mut self, attempt: Attempt, op: ComputeOp, outcome: Outcome) -> Option<NodeEvent> {
+        match (op, outcome) {
+            (ComputeOp::HeadLoss { micro }, Outcome::Loss(loss)) => {
+                if let Some(in_work) = self.works.get_mut(&attempt) {
+                    in_work.forward_seconds = in_work.begun.elapsed().as_secs_f64();
+                }
+                Some(NodeEvent::Loss { attempt, micro, loss })
+            }
+            (ComputeOp::TakeGradient { layer }, Outcome::Gradient(gradient)) => {
+                let directory = self.directory.clone();
+                let reply = Reply::new(move |result| {
+                    directory.node().post(NodeMessage::Measured { attempt, layer, result });
+                });
+                self.load.optimizing += 1;
+                let request = OptimizerMessage::Measure { attempt, layer, gradient, reply };
+                self.directory.optimizer().post(request);
+                None
+            }
+            _ => None,
+        }
+    }
+
+    fn note(&mut self, attempt: Attempt, layer: LayerId, change: impl FnOnce(&mut LayerReport)) {
+        if let Some(in_work) = self.works.get_mut(&attempt) {
+            change(&mut in_work.layers[layer.index()]);
+        }
+    }
+
+    fn carry_out(&mut self, command: NodeCommand) {
+        match command {
+            NodeCommand::Gather { attempt, micro, layer, slot } => {
+                self.gather(attempt, micro, layer, slot);
+            }
+            NodeCommand::StreamIn { attempt, visit, layer, tile, slot } => {
+                self.load.reads += 1;
+                let directory = self.directory.clone();
+                let reply = Reply::new(move |result| {
+                    directory.node().post(NodeMessage::Weights { attempt, visit, result });
+                });
+                let elements = tile.elements;
+                let request = StoreRequest::ReadWeights { layer, slot, elements, reply };
+                self.directory.store().post(request);
+            }
+            NodeCommand::Compute { attempt, visit, op } => self.compute(attempt, visit, op),
+            NodeCommand::Unbind { attempt, visit } => {
+                let directory = self.directory.clone();
+                let reply = Reply::new(move |result| {
+                    directory.node().post(NodeMessage::Unbound { attempt, visit, result });
+                });
+                let command = Command::Unbind { id: translate::weights_id(attempt, visit) };
+                self.directory.compute().post(ComputeRequest { command, reply });
+            }
+            // The gradient goes to the optimizer when the device hands it over.
+            NodeCommand::Measure { .. } => {}
+            NodeCommand::Update { attempt, layer, from, to, .. } => {
+                self.update(attempt, layer, from, to);
+            }
+            NodeCommand::Sync { attempt, slots } => {
+                self.load.syncing += 1;
+                let directory = self.directory.clone();
+                let reply = Reply::new(move |result| {
+                    directory.node().post(NodeMessage::Synced { attempt, result });
+                });
+                self.directory.store().post(StoreRequest::Sync { slots, reply });
+            }
+            NodeCommand::Drain { attempt } => self.drain(attempt, DrainStage::Compute),
+            NodeCommand::Report(report) => self.report_with_detail(report),
+        }
+    }
+
+    fn gather(&mut self, attempt: Attempt, micro: Micro, layer: LayerId, slot: Slot) {
+        let Some(in_work) = self.works.get(&attempt) else { return };
+        self.load.reads += 1;
+        let directory = self.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.node().post(NodeMessage::Rows { attempt, micro, result });
+        });
+        let ids = in_work.work.batch.micro(micro).ids.clone();
+        let width = self.table.layer(layer).tensors[0].shape[1];
+        self.directory.store().post(StoreRequest::GatherRows { layer, slot, width, ids, reply });
+    }
+
+    fn bind(&mut self, attempt: Attempt, visit: VisitId, bytes: HostBytes) {
+        let at = &self.node.visits()[visit.0 as usize];
+        let command = translate::bind(attempt, visit, at, bytes);
+        // A failed bind shows in the commands that need the weights.
+        let reply = Reply::new(|_| {});
+        self.directory.compute().post(ComputeRequest { command, reply });
+    }
+
+    fn compute(&mut self, attempt: Attempt, visit: VisitId, op: ComputeOp) {
+        let Some(in_work) = self.works.get(&attempt) else { return };
+        let weights = translate::weights_id(attempt, visit);
+        let batch = &in_work.work.batch;
+        let head = self.table.head();
+        let commands = translate::commands(op, weights, batch, head, &mut self.rows);
+        for command in commands {
+            self.load.computing += 1;
+            let directory = self.directory.clone();
+            let reply = Reply::new(move |result| {
+                directory.node().post(NodeMessage::Computed { attempt, op, result });
+            });
+            self.directory.compute().post(ComputeRequest { command, reply });
+        }
+    }
+
+    fn update(&mut self, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
+        let Some(in_work) = self.works.get(&attempt) else { return };
+        let factor = match in_work.work.clip {
+            Clip::Layer(max) => {
+                let sum = in_work.layers[layer.index()].sum_of_squares;
+                optim::clip_factor(max, sum.sqrt())
+            }
+            Clip::None | Clip::Global(_) => in_work.factor,
+        };
+        let t = self.adam_steps[layer.index()] + 1;
+        let prepared = in_work.work.adamw.prepare(t, factor);
+        let job = UpdateJob { attempt, layer, from, to, prepared };
+        self.load.optimizing += 1;
+        let directory = self.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.node().post(NodeMessage::Updated { attempt, layer, result });
+        });
+        self.directory.optimizer().post(OptimizerMessage::Update { job, reply });
+    }
+
+    fn drain(&mut self, attempt: Attempt, stage: DrainStage) {
+        let directory = self.directory.clone();
+        let told = move |result| {
+            directory.node().post(NodeMessage::Drained { attempt, stage, result });
+        };
+        match stage {
+            DrainStage::Compute => {
+                let reply = Reply::new(move |r: Result<Outcome, _>| told(r.map(|_| ())));
+                let command = Command::Clear;
+                self.directory.compute().post(ComputeRequest { command, reply });
+            }
+            DrainStage::Optimizer => {
+                let reply = Reply::new(told);
+                self.directory.optimizer().post(OptimizerMessage::Drain { reply });
+            }
+            DrainStage::Store => {
+                let reply = Reply::new(told);
+                self.directory.store().post(StoreRequest::Drain { reply });
+            }
+        }
+    }
+
+    fn drained(&mut self, attempt: Attempt, stage: DrainStage, idle: bool) -> Option<NodeEvent> {
+        if !idle {
+            self.drain_later(attempt, stage);
+            return None;
+        }
+        match stage {
+            DrainStage::Compute => self.drain(attempt, DrainStage::Optimizer),
+            DrainStage::Optimizer => self.drain(attempt, DrainStage::Store),
+            DrainStage::Store => return Some(NodeEvent::Drained { attempt }),
+        }
+        None
+    }
+
+    fn drain_later(&self, attempt: Attempt, stage: DrainStage) {
+        let directory = self.directory.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(DRAIN_AGAIN).await;
+            directory.node().post(NodeMessage::DrainAgain { attempt, stage });
+        });
+    }
+
+    fn report_with_detail(&mut self, report: FromNode) {
+        let detail = match report {
+            FromNode::Norm { attempt, .. } => self.seconds(attempt),
+            FromNode::Prepared { attempt, .. } => {
+                let in_work = self.works.get(&attempt);
+                in_work.map_or(Detail::None, |w| Detail::Layers(w.layers.clone()))
+            }
+            FromNode::Failed { .. } | FromNode::Aborted { .. } => Detail::None,
+        };
+        self.report(report, detail);
+    }
+
+    fn seconds(&mut self, attempt: Attempt) -> Detail {
+        let Some(in_work) = self.works.get(&attempt) else { return Detail::None };
+        let total = in_work.begun.elapsed().as_secs_f64();
+        Detail::Seconds(SweepSeconds {
+            forward: in_work.forward_seconds,
+            backward: total - in_work.forward_seconds,
+            stall: self.clock.take(),
+        })
+    }
+
+    fn report(&self, report: FromNode, detail: Detail) {
+        self.directory.run().post(RunMessage::Node { report, detail });
+    }
+}

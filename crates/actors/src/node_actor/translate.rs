@@ -1,0 +1,114 @@
+//! From the machine's operations to the device's commands: names of tensors and weights.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use compute::{Command, TensorId, WeightsId};
+use model::{Attempt, HostBytes, LayerId, Micro};
+use schedule::{ComputeOp, Need, Visit, VisitId};
+
+use crate::Batch;
+
+/// Kinds of tensors on the device. The input of layer n is `Input` of n; the head's input is the
+/// last decoder layer's output.
+#[derive(Clone, Copy)]
+enum Kind {
+    Input = 1,
+    InputGradient = 2,
+    Hidden = 3,
+    HiddenGradient = 4,
+    Stats = 5,
+}
+
+fn tensor(kind: Kind, layer: LayerId, micro: Micro) -> TensorId {
+    TensorId((kind as u64) << 56 | u64::from(layer.0) << 32 | u64::from(micro.0))
+}
+
+/// The device's name for the weights of a visit.
+pub(super) fn weights_id(attempt: Attempt, visit: VisitId) -> WeightsId {
+    WeightsId(attempt.0 << 32 | u64::from(visit.0))
+}
+
+pub(super) fn bind(attempt: Attempt, visit: VisitId, at: &Visit, bytes: HostBytes) -> Command {
+    let tile = match &at.need {
+        Need::Tile(tile) => tile.id,
+        Need::Nothing | Need::EmbeddingRows => panic!("visit {visit:?} binds no weights"),
+    };
+    Command::Bind { id: weights_id(attempt, visit), layer: at.layer, tile, bytes }
+}
+
+/// The commands of one operation, in order.
+pub(super) fn commands(
+    op: ComputeOp,
+    weights: WeightsId,
+    batch: &Batch,
+    head: LayerId,
+    rows: &mut BTreeMap<Micro, HostBytes>,
+) -> Vec<Command> {
+    let input = |layer, micro| tensor(Kind::Input, layer, micro);
+    let input_gradient = |layer, micro| tensor(Kind::InputGradient, layer, micro);
+    let hidden = |micro| tensor(Kind::Hidden, head, micro);
+    let hidden_gradient = |micro| tensor(Kind::HiddenGradient, head, micro);
+    let stats = |micro| tensor(Kind::Stats, head, micro);
+    let next = |layer: LayerId| LayerId(layer.0 + 1);
+    let labels = |micro| Arc::clone(&batch.micro(micro).labels);
+    match op {
+        ComputeOp::Embed { micro } => {
+            let Some(rows) = rows.remove(&micro) else { panic!("rows of {micro:?} are missing") };
+            let index = Arc::clone(&batch.micro(micro).index);
+            vec![Command::Embed { rows, index, y: input(LayerId(1), micro) }]
+        }
+        ComputeOp::Forward { layer, micro, keep } => vec![Command::Forward {
+            weights,
+            shape: batch.shape(),
+            x: input(layer, micro),
+            y: input(next(layer), micro),
+            keep,
+        }],
+        ComputeOp::HeadNorm { micro } => {
+            vec![Command::HeadNorm { weights, x: input(head, micro), h: hidden(micro) }]
+        }
+        ComputeOp::HeadScore { micro } => vec![Command::HeadScore {
+            weights,
+            h: hidden(micro),
+            labels: labels(micro),
+            stats: stats(micro),
+        }],
+        ComputeOp::HeadLoss { micro } => {
+            vec![Command::HeadLoss { stats: stats(micro), labels: labels(micro) }]
+        }
+        ComputeOp::HeadBackward { micro } => vec![Command::HeadBackward {
+            weights,
+            h: hidden(micro),
+            stats: stats(micro),
+            labels: labels(micro),
+            dh: hidden_gradient(micro),
+            scale: batch.scale(),
+            gradient: true,
+        }],
+        ComputeOp::HeadNormBackward { micro } => vec![
+            Command::HeadNormBackward {
+                weights,
+                x: input(head, micro),
+                dh: hidden_gradient(micro),
+                dx: Some(input_gradient(head, micro)),
+                gradient: true,
+            },
+            Command::Free { id: hidden(micro) },
+            Command::Free { id: stats(micro) },
+        ],
+        ComputeOp::Backward { layer, micro } => vec![Command::Backward {
+            weights,
+            shape: batch.shape(),
+            x: input(layer, micro),
+            dy: input_gradient(next(layer), micro),
+            dx: Some(input_gradient(layer, micro)),
+            gradient: true,
+        }],
+        ComputeOp::EmbedBackward { micro } => vec![Command::EmbedBackward {
+            tokens: Arc::clone(&batch.micro(micro).tokens),
+            dy: input_gradient(LayerId(1), micro),
+        }],
+        ComputeOp::TakeGradient { layer } => vec![Command::TakeGradient { layer }],
+    }
+}

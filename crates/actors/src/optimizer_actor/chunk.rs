@@ -1,0 +1,144 @@
+//! The arithmetic on one chunk of a layer: update and hash; and the norm of a gradient.
+
+use std::ops::Range;
+
+use compute::Gradient;
+use model::{Budget, CHUNK_BYTES, HostBytes, LayerSpec};
+use optim::{Input, NormTree, Output, Prepared};
+use rayon::prelude::*;
+use store::StateChunk;
+
+use crate::reply::Failure;
+
+/// Parameters of one chunk.
+pub(super) const ELEMENTS: usize = CHUNK_BYTES / 4;
+
+/// Elements that one thread square-sums at a time: a power of two of the norm tree's blocks.
+const NORM_PIECE: usize = 64 * optim::BLOCK_ELEMENTS;
+
+/// New state of a chunk and its hashes by plane.
+pub(super) struct ChunkOutput {
+    pub(super) bytes: StateChunk,
+    pub(super) hashes: [u64; 3],
+}
+
+/// Sum of squares over a fixed tree, independent of the number of threads.
+pub(super) fn sum_of_squares(gradient: &Gradient) -> f64 {
+    let values = match gradient {
+        Gradient::Dense(values) => values.f32s(),
+        Gradient::Rows { values, .. } => values.f32s(),
+    };
+    let trees: Vec<NormTree> = values
+        .par_chunks(NORM_PIECE)
+        .map(|piece| {
+            let mut tree = NormTree::new();
+            tree.feed(piece);
+            tree
+        })
+        .collect();
+    let mut whole = NormTree::new();
+    trees.iter().for_each(|tree| whole.append(tree));
+    whole.sum()
+}
+
+/// New state of a chunk.
+pub(super) fn update(
+    layer: &LayerSpec,
+    chunk: usize,
+    prepared: &Prepared,
+    state: &StateChunk,
+    gradient: &Gradient,
+    budget: &Budget,
+) -> Result<ChunkOutput, Failure> {
+    let block = || budget.block(state.weight.len());
+    let mut new = StateChunk { weight: block()?, exp_avg: block()?, exp_avg_sq: block()? };
+    let start = chunk * ELEMENTS;
+    let elements = start..start + state.weight.len() / 4;
+    for tensor in &layer.tensors {
+        let part = overlap(&tensor.range(), &elements);
+        if part.is_empty() {
+            continue;
+        }
+        let local = part.start - start..part.end - start;
+        let decay = tensor.decays();
+        match gradient {
+            Gradient::Dense(values) => {
+                let grad = &values.f32s()[part];
+                let (input, output) = slices(state, &mut new, local, grad);
+                optim::update(prepared, decay, input, output);
+            }
+            Gradient::Rows { ids, width, values } => {
+                let rows = Rows { ids, width: *width, values: values.f32s() };
+                rows.update(prepared, decay, state, &mut new, part, start);
+            }
+        }
+    }
+    let hashes = new.hashes();
+    Ok(ChunkOutput { bytes: new, hashes })
+}
+
+/// A gradient of which only some rows are not zero.
+struct Rows<'g> {
+    ids: &'g [u32],
+    width: usize,
+    values: &'g [f32],
+}
+
+impl Rows<'_> {
+    /// Updates `part` (elements of the layer) run by run: touched rows, and what lies between.
+    fn update(
+        &self,
+        prepared: &Prepared,
+        decay: bool,
+        state: &StateChunk,
+        new: &mut StateChunk,
+        part: Range<usize>,
+        start: usize,
+    ) {
+        let mut at = part.start;
+        let first = self.ids.partition_point(|&id| (id as usize + 1) * self.width <= part.start);
+        for (i, &id) in self.ids.iter().enumerate().skip(first) {
+            let row = id as usize * self.width;
+            let touched = overlap(&(row..row + self.width), &part);
+            if touched.is_empty() {
+                break;
+            }
+            let (input, output) = slices(state, new, at - start..touched.start - start, &[]);
+            optim::update_zero_grad(prepared, decay, input, output);
+            let offset = i * self.width + (touched.start - row);
+            let grad = &self.values[offset..offset + touched.len()];
+            let local = touched.start - start..touched.end - start;
+            let (input, output) = slices(state, new, local, grad);
+            optim::update(prepared, decay, input, output);
+            at = touched.end;
+        }
+        let (input, output) = slices(state, new, at - start..part.end - start, &[]);
+        optim::update_zero_grad(prepared, decay, input, output);
+    }
+}
+
+fn slices<'a>(
+    state: &'a StateChunk,
+    new: &'a mut StateChunk,
+    range: Range<usize>,
+    grad: &'a [f32],
+) -> (Input<'a>, Output<'a>) {
+    let old = |block: &'a HostBytes| &block.f32s()[range.clone()];
+    let input = Input {
+        weight: old(&state.weight),
+        exp_avg: old(&state.exp_avg),
+        exp_avg_sq: old(&state.exp_avg_sq),
+        grad,
+    };
+    let output = Output {
+        weight: &mut new.weight.f32s_mut()[range.clone()],
+        exp_avg: &mut new.exp_avg.f32s_mut()[range.clone()],
+        exp_avg_sq: &mut new.exp_avg_sq.f32s_mut()[range],
+    };
+    (input, output)
+}
+
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
+}

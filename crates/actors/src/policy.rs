@@ -1,0 +1,70 @@
+//! What is done about a failure: the only place that decides.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use compute::DeviceError;
+use store::StoreError;
+
+use crate::Failure;
+
+/// What a failure leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Drop the attempt and run the step again from the disk.
+    Retry,
+    /// End the run: trying again is pointless or unsafe.
+    StopNode,
+}
+
+/// Restarts of one actor within [`WINDOW`] that are too many.
+const RESTARTS: usize = 5;
+const WINDOW: Duration = Duration::from_secs(60);
+const BACK_OFF_MIN: Duration = Duration::from_millis(20);
+
+/// The verdict on a failed request.
+pub(crate) fn judge(failure: &Failure) -> Verdict {
+    match failure {
+        Failure::Lost => Verdict::Retry,
+        Failure::Device(DeviceError::Token { .. } | DeviceError::Shape { .. }) => Verdict::StopNode,
+        Failure::Device(_) | Failure::Memory(_) => Verdict::Retry,
+        Failure::Data(_) | Failure::Dead { .. } | Failure::NotFinite { .. } => Verdict::StopNode,
+        Failure::Store(StoreError::Io { .. }) => Verdict::Retry,
+        Failure::Store(_) => Verdict::StopNode,
+    }
+}
+
+/// Restart times of one actor in a sliding window.
+#[derive(Debug, Default)]
+pub(crate) struct RestartWindow {
+    recent: VecDeque<Instant>,
+}
+
+impl RestartWindow {
+    /// How long to wait before the actor is started anew; `None`: it has died too often.
+    pub(crate) fn died(&mut self, now: Instant) -> Option<Duration> {
+        self.recent.retain(|&then| now.duration_since(then) < WINDOW);
+        if self.recent.len() >= RESTARTS {
+            return None;
+        }
+        let wait = BACK_OFF_MIN * (1 << self.recent.len());
+        self.recent.push_back(now);
+        Some(wait)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn restarts_back_off_and_end_unless_the_window_has_passed() {
+        let start = Instant::now();
+        let mut window = RestartWindow::default();
+        let waits: Vec<_> = (0..6).map(|_| window.died(start)).collect();
+        assert_eq!(waits[0], Some(BACK_OFF_MIN));
+        assert_eq!(waits[4], Some(BACK_OFF_MIN * 16));
+        assert_eq!(waits[5], None);
+        assert_eq!(window.died(start + WINDOW), Some(BACK_OFF_MIN));
+    }
+}

@@ -1,0 +1,77 @@
+//! [`Reply`]: an address for one answer, which is given exactly once.
+
+use compute::DeviceError;
+use store::StoreError;
+
+/// Why a request was not answered with what it asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("data: {0}")]
+    Data(String),
+    #[error(
+        "step {step} is not finite (loss {loss}, gradient norm {grad_norm}); nothing was committed"
+    )]
+    NotFinite { step: u64, loss: f64, grad_norm: f64 },
+    #[error("out of memory budget: {0}")]
+    Memory(#[from] model::BudgetError),
+    /// The actor that had the request died, or the request could not be delivered.
+    #[error("the actor died with the request")]
+    Lost,
+    #[error("actor {actor} died: {reason}")]
+    Dead { actor: &'static str, reason: String },
+}
+
+type Answer<T> = Box<dyn FnOnce(Result<T, Failure>) + Send>;
+
+/// Where an answer goes. Dropped unanswered, it answers [`Failure::Lost`], so that a request can
+/// never be waited for in vain.
+pub struct Reply<T> {
+    answer: Option<Answer<T>>,
+}
+
+impl<T> Reply<T> {
+    /// A reply that calls `answer` once, on whatever thread answers.
+    pub fn new(answer: impl FnOnce(Result<T, Failure>) + Send + 'static) -> Reply<T> {
+        Reply { answer: Some(Box::new(answer)) }
+    }
+
+    /// Answers.
+    pub fn send(mut self, result: Result<T, Failure>) {
+        if let Some(answer) = self.answer.take() {
+            answer(result);
+        }
+    }
+}
+
+impl<T> Drop for Reply<T> {
+    fn drop(&mut self) {
+        if let Some(answer) = self.answer.take() {
+            answer(Err(Failure::Lost));
+        }
+    }
+}
+
+impl<T> std::fmt::Debug for Reply<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reply").field("answered", &self.answer.is_none()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_reply_answers_once_even_when_dropped() {
+        let (tx, rx) = channel();
+        let other = tx.clone();
+        Reply::new(move |r: Result<u8, Failure>| tx.send(r.is_ok()).unwrap()).send(Ok(1));
+        drop(Reply::new(move |r: Result<u8, Failure>| other.send(r.is_ok()).unwrap()));
+        assert_eq!(rx.iter().collect::<Vec<_>>(), [true, false]);
+    }
+}

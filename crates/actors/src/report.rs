@@ -1,0 +1,109 @@
+//! What a run tells whoever watches it.
+
+use std::sync::Arc;
+
+use schedule::End;
+
+/// Seconds of a step in which the pipeline waited for one resource.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StallSeconds {
+    /// The device was idle because weights or rows were still being read.
+    pub storage: f64,
+    /// The device was busy and nothing else was in flight.
+    pub compute: f64,
+    /// The device was idle because a layer's update or room for a gradient was awaited.
+    pub optimizer: f64,
+    /// The device was idle because a peer was awaited.
+    pub network: f64,
+}
+
+/// Seconds of a step by phase. Phases of neighbouring steps overlap.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PhaseSeconds {
+    pub forward: f64,
+    pub backward: f64,
+    pub optimizer: f64,
+    pub commit: f64,
+}
+
+/// One committed step.
+#[derive(Clone, Debug)]
+pub struct StepReport {
+    pub step: u64,
+    pub attempt: u64,
+    /// Mean over the step's targets, in nats.
+    pub loss: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub clip_factor: f32,
+    pub learning_rate: f64,
+    /// Rows times row length.
+    pub tokens: u64,
+    pub tokens_total: u64,
+    /// Since the commit before, or since the start.
+    pub seconds: f64,
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+    pub stall: StallSeconds,
+    pub phase: PhaseSeconds,
+    /// By layer, before clipping.
+    pub layer_grad_norms: Vec<f64>,
+    pub ram_used_bytes: usize,
+    pub ram_peak_bytes: usize,
+}
+
+/// Something that is not a step.
+#[derive(Clone, Debug)]
+pub enum Event {
+    Started {
+        step: u64,
+        last_step: u64,
+    },
+    /// An attempt was dropped; the step will be tried again, if the run is not at its end.
+    Aborted {
+        step: u64,
+        attempt: u64,
+        reason: String,
+    },
+    /// An actor died and was started anew.
+    Restarted {
+        actor: &'static str,
+        reason: String,
+    },
+    Ended {
+        step: u64,
+        end: End,
+    },
+}
+
+/// Watches a run. Called on the run's own task: must not block for long.
+pub trait Observer: Send + Sync + 'static {
+    fn step(&self, report: &StepReport);
+    fn event(&self, event: &Event);
+}
+
+impl<O: Observer + ?Sized> Observer for Arc<O> {
+    fn step(&self, report: &StepReport) {
+        (**self).step(report);
+    }
+
+    fn event(&self, event: &Event) {
+        (**self).event(event);
+    }
+}
+
+/// How a run ended.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    pub end: End,
+    /// Last durable step.
+    pub step: u64,
+    /// Steps committed since the run was opened.
+    pub commits: u64,
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+    pub ram_peak_bytes: usize,
+    pub restarts: u64,
+    /// The failure that ended the run, with all its causes.
+    pub failure: Option<Arc<crate::Failure>>,
+}

@@ -1,0 +1,380 @@
+//! [`RunActor`]: carries out what the run machine decides: data, hyperparameters, commits, reports.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use data::{Cursor, Rows, Sampler};
+use kameo::prelude::*;
+use model::{Attempt, Budget, RunShape, Step};
+use optim::{AdamW, LrSchedule};
+use schedule::{End, FromNode, Run, RunCommand, RunConfig, RunEvent, ToNode};
+use store::{IoCounters, State};
+
+use crate::directory::Directory;
+use crate::fault::FaultPlan;
+use crate::messages::{
+    Detail, LayerReport, LoadedBatch, NodeMessage, RunMessage, StoreRequest, Work,
+};
+use crate::reply::{Failure, Reply};
+use crate::report::{Event, Observer, PhaseSeconds, StepReport, Summary};
+use crate::{Batch, StallSeconds};
+
+/// How long a commit that never reached the store waits before it is asked for again.
+const COMMIT_AGAIN: Duration = Duration::from_millis(20);
+
+/// How gradients are clipped.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Clip {
+    None,
+    /// By the norm of the whole gradient.
+    Global(f64),
+    /// Each layer by its own norm.
+    Layer(f64),
+}
+
+/// Everything a run computes with.
+#[derive(Clone)]
+pub(crate) struct RunArgs {
+    pub(crate) directory: Directory,
+    pub(crate) rows: Arc<Rows>,
+    pub(crate) sampler: Sampler,
+    pub(crate) shape: RunShape,
+    /// `lr` is replaced by the schedule's.
+    pub(crate) adamw: AdamW,
+    pub(crate) schedule: LrSchedule,
+    pub(crate) clip: Clip,
+    pub(crate) state: State,
+    pub(crate) counters: IoCounters,
+    pub(crate) last_step: Step,
+    pub(crate) budget: Budget,
+    pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) faults: FaultPlan,
+}
+
+pub(crate) struct RunActor {
+    args: RunArgs,
+    run: Run,
+    /// Where each step that is not durable yet begins in the data.
+    cursors: BTreeMap<Step, Cursor>,
+    loaded: Option<(Step, Arc<Batch>)>,
+    attempts: BTreeMap<Attempt, Facts>,
+    /// The record that is being written.
+    committing: Option<Box<State>>,
+    commit_started: Instant,
+    last_commit: Instant,
+    commits: u64,
+    restarts: u64,
+    opened: IoCounters,
+    counters: IoCounters,
+    failure: Option<Arc<Failure>>,
+}
+
+/// What is known of an attempt.
+struct Facts {
+    batch: Arc<Batch>,
+    learning_rate: f64,
+    loss: f64,
+    grad_norm: f64,
+    factor: f32,
+    layers: Vec<LayerReport>,
+    phase: PhaseSeconds,
+    stall: StallSeconds,
+    applied: Instant,
+}
+
+impl Actor for RunActor {
+    type Args = RunArgs;
+    type Error = kameo::error::Infallible;
+
+    fn name() -> &'static str {
+        "run"
+    }
+
+    async fn on_start(args: RunArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
+        let committed = args.state.step;
+        let config =
+            RunConfig { committed, attempt: args.state.attempt, last_step: args.last_step };
+        let cursor = Cursor { epoch: args.state.epoch, index: args.state.index };
+        Ok(RunActor {
+            run: Run::new(config),
+            cursors: BTreeMap::from([(committed.next(), cursor)]),
+            loaded: None,
+            attempts: BTreeMap::new(),
+            committing: None,
+            commit_started: Instant::now(),
+            last_commit: Instant::now(),
+            commits: 0,
+            restarts: 0,
+            opened: args.counters,
+            counters: args.counters,
+            failure: None,
+            args,
+        })
+    }
+}
+
+impl Message<RunMessage> for RunActor {
+    type Reply = ();
+
+    async fn handle(&mut self, message: RunMessage, _: &mut Context<Self, ()>) {
+        self.args.faults.message("run");
+        if let Some(event) = self.take_in(message) {
+            let commands = self.run.on(event);
+            commands.into_iter().for_each(|command| self.carry_out(command));
+        }
+    }
+}
+
+impl RunActor {
+    fn take_in(&mut self, message: RunMessage) -> Option<RunEvent> {
+        match message {
+            RunMessage::Start => {
+                let (step, last_step) = (self.run.durable().0, self.args.last_step.0);
+                self.args.observer.event(&Event::Started { step, last_step });
+                Some(RunEvent::Start)
+            }
+            RunMessage::BatchLoaded { step, result } => self.batch_loaded(step, result),
+            RunMessage::Node { report, detail } => self.node_reported(report, detail),
+            RunMessage::Committed { step, result } => self.committed(step, result),
+            RunMessage::CommitAgain => {
+                self.send_commit();
+                None
+            }
+            RunMessage::StopRequested => Some(RunEvent::StopRequested),
+            RunMessage::Restarted { actor, reason } => {
+                self.restarts += 1;
+                self.args.observer.event(&Event::Restarted { actor, reason });
+                None
+            }
+        }
+    }
+
+    fn batch_loaded(
+        &mut self,
+        step: Step,
+        result: Result<LoadedBatch, Failure>,
+    ) -> Option<RunEvent> {
+        match result {
+            Ok(LoadedBatch { batch, next }) => {
+                self.cursors.insert(step.next(), next);
+                self.loaded = Some((step, batch));
+                Some(RunEvent::BatchLoaded { step })
+            }
+            Err(failure) => Some(self.give_up(failure)),
+        }
+    }
+
+    fn give_up(&mut self, failure: Failure) -> RunEvent {
+        self.failure = Some(Arc::new(failure));
+        RunEvent::GiveUp
+    }
+
+    fn node_reported(&mut self, report: FromNode, detail: Detail) -> Option<RunEvent> {
+        match (report, detail) {
+            (FromNode::Norm { step, attempt, sum_of_squares, loss }, Detail::Seconds(seconds)) => {
+                let facts = self.attempts.get_mut(&attempt)?;
+                facts.loss = loss / facts.batch.targets().max(1) as f64;
+                facts.grad_norm = sum_of_squares.sqrt();
+                (facts.phase.forward, facts.phase.backward) = (seconds.forward, seconds.backward);
+                facts.stall = seconds.stall;
+                if !(facts.loss.is_finite() && facts.grad_norm.is_finite()) {
+                    let (loss, grad_norm) = (facts.loss, facts.grad_norm);
+                    return Some(self.give_up(Failure::NotFinite {
+                        step: step.0,
+                        loss,
+                        grad_norm,
+                    }));
+                }
+            }
+            (FromNode::Prepared { attempt, .. }, Detail::Layers(layers)) => {
+                let facts = self.attempts.get_mut(&attempt)?;
+                facts.layers = layers;
+                facts.phase.optimizer = facts.applied.elapsed().as_secs_f64();
+            }
+            (FromNode::Failed { attempt, .. }, Detail::Failure(failure)) => {
+                let step = self.run.durable().next().0;
+                let reason = failure.to_string();
+                self.args.observer.event(&Event::Aborted { step, attempt: attempt.0, reason });
+                self.failure = Some(Arc::new(failure));
+            }
+            _ => {}
+        }
+        Some(RunEvent::Node(report))
+    }
+
+    fn committed(&mut self, step: Step, result: Result<IoCounters, Failure>) -> Option<RunEvent> {
+        match result {
+            Ok(counters) => {
+                self.record(step, counters);
+                Some(RunEvent::Durable { step })
+            }
+            // The store never saw the request, so nothing is uncertain.
+            Err(Failure::Lost) => {
+                let directory = self.args.directory.clone();
+                tokio::spawn(async move {
+                    tokio::time::sleep(COMMIT_AGAIN).await;
+                    directory.run().post(RunMessage::CommitAgain);
+                });
+                None
+            }
+            Err(failure) => {
+                self.failure = Some(Arc::new(failure));
+                Some(RunEvent::CommitFailed { step })
+            }
+        }
+    }
+
+    /// Takes a durable step over and reports it.
+    fn record(&mut self, step: Step, counters: IoCounters) {
+        let Some(state) = self.committing.take() else { return };
+        let Some(facts) = self.attempts.remove(&state.attempt) else { return };
+        self.args.state = *state;
+        self.commits += 1;
+        self.failure = None;
+        self.cursors = self.cursors.split_off(&step.next());
+        let commit_seconds = self.commit_started.elapsed().as_secs_f64();
+        let state = &self.args.state;
+        let report = StepReport {
+            step: step.0,
+            attempt: state.attempt.0,
+            loss: facts.loss,
+            grad_norm: facts.grad_norm,
+            clip_factor: facts.factor,
+            learning_rate: facts.learning_rate,
+            tokens: facts.batch.tokens(),
+            tokens_total: state.tokens_total,
+            seconds: self.last_commit.elapsed().as_secs_f64(),
+            read_bytes: counters.read_bytes - self.counters.read_bytes,
+            written_bytes: counters.written_bytes - self.counters.written_bytes,
+            stall: facts.stall,
+            phase: PhaseSeconds { commit: commit_seconds, ..facts.phase },
+            layer_grad_norms: facts.layers.iter().map(|l| l.sum_of_squares.sqrt()).collect(),
+            ram_used_bytes: self.args.budget.used_bytes(),
+            ram_peak_bytes: self.args.budget.peak_bytes(),
+        };
+        self.counters = counters;
+        self.last_commit = Instant::now();
+        self.args.observer.step(&report);
+    }
+
+    fn carry_out(&mut self, command: RunCommand) {
+        match command {
+            RunCommand::LoadBatch { step } => self.load(step),
+            RunCommand::Node(message) => self.tell_node(message),
+            RunCommand::Commit { step, attempt } => self.commit(step, attempt),
+            RunCommand::Finish(end) => self.finish(end),
+        }
+    }
+
+    fn load(&mut self, step: Step) {
+        let Some(&cursor) = self.cursors.get(&step) else {
+            panic!("step {step} is loaded before the one before it")
+        };
+        let (directory, rows) = (self.args.directory.clone(), Arc::clone(&self.args.rows));
+        let (sampler, shape) = (self.args.sampler, self.args.shape);
+        tokio::task::spawn_blocking(move || {
+            let result = read_batch(&rows, &sampler, cursor, shape);
+            directory.run().post(RunMessage::BatchLoaded { step, result });
+        });
+    }
+
+    fn tell_node(&mut self, message: ToNode) {
+        let (mut work, mut factor) = (None, 1.0);
+        match message {
+            ToNode::Begin { step, attempt } => work = self.begin(step, attempt),
+            ToNode::Apply { attempt, sum_of_squares, .. } => {
+                if let (Some(facts), Clip::Global(max)) =
+                    (self.attempts.get_mut(&attempt), self.args.clip)
+                {
+                    factor = optim::clip_factor(max, sum_of_squares.sqrt());
+                    facts.factor = factor;
+                    facts.applied = Instant::now();
+                }
+            }
+            ToNode::Abort { attempt } => self.attempts.retain(|a, _| *a < attempt),
+            ToNode::Committed { .. } => {}
+        }
+        self.args.directory.node().post(NodeMessage::Run { message, work, factor });
+    }
+
+    fn begin(&mut self, step: Step, attempt: Attempt) -> Option<Work> {
+        let (_, batch) = self.loaded.take_if(|(loaded, _)| *loaded == step)?;
+        let learning_rate = self.args.schedule.at(step.0);
+        let facts = Facts {
+            batch: Arc::clone(&batch),
+            learning_rate,
+            loss: f64::NAN,
+            grad_norm: f64::NAN,
+            factor: 1.0,
+            layers: Vec::new(),
+            phase: PhaseSeconds::default(),
+            stall: StallSeconds::default(),
+            applied: Instant::now(),
+        };
+        self.attempts.insert(attempt, facts);
+        let adamw = AdamW { lr: learning_rate, ..self.args.adamw };
+        Some(Work { batch, adamw, clip: self.args.clip })
+    }
+
+    fn commit(&mut self, step: Step, attempt: Attempt) {
+        let Some(facts) = self.attempts.get(&attempt) else { return };
+        let Some(next) = self.cursors.get(&step.next()) else { return };
+        let mut state = self.args.state.clone();
+        state.step = step;
+        state.attempt = attempt;
+        (state.epoch, state.index) = (next.epoch, next.index);
+        state.tokens_total += facts.batch.tokens();
+        state.loss = facts.loss;
+        state.grad_norm = facts.grad_norm;
+        state.clip_factor = facts.factor;
+        state.learning_rate = facts.learning_rate;
+        for (layer, report) in state.layers.iter_mut().zip(&facts.layers) {
+            layer.slot = layer.slot.other();
+            layer.t += 1;
+            layer.hashes = report.hashes;
+            layer.grad_norm = report.sum_of_squares.sqrt();
+        }
+        self.committing = Some(Box::new(state));
+        self.commit_started = Instant::now();
+        self.send_commit();
+    }
+
+    fn send_commit(&self) {
+        let Some(state) = self.committing.clone() else { return };
+        let step = state.step;
+        let directory = self.args.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.run().post(RunMessage::Committed { step, result });
+        });
+        self.args.directory.store().post(StoreRequest::Commit { state, reply });
+    }
+
+    fn finish(&mut self, end: End) {
+        let step = self.run.durable().0;
+        self.args.observer.event(&Event::Ended { step, end });
+        let summary = Summary {
+            end,
+            step,
+            commits: self.commits,
+            read_bytes: self.counters.read_bytes - self.opened.read_bytes,
+            written_bytes: self.counters.written_bytes - self.opened.written_bytes,
+            ram_peak_bytes: self.args.budget.peak_bytes(),
+            restarts: self.restarts,
+            failure: self.failure.take(),
+        };
+        self.args.directory.end(Ok(summary));
+    }
+}
+
+fn read_batch(
+    rows: &Rows,
+    sampler: &Sampler,
+    cursor: Cursor,
+    shape: RunShape,
+) -> Result<LoadedBatch, Failure> {
+    let (ids, next) = sampler.batch(cursor);
+    let (mut tokens, mut targets) = (Vec::new(), Vec::new());
+    rows.read(&ids, &mut tokens, &mut targets).map_err(|e| Failure::Data(e.to_string()))?;
+    Ok(LoadedBatch { batch: Arc::new(Batch::new(&tokens, &targets, shape)), next })
+}

@@ -1,0 +1,212 @@
+//! [`Solo`]: all actors of a run in one process.
+
+use std::sync::Arc;
+
+use compute::Device;
+use data::{Rows, Sampler};
+use model::{Budget, LayerTable, Limits, RunShape, Slot, Step};
+use optim::{AdamW, LrSchedule};
+use rayon::ThreadPool;
+use schedule::{NodeConfig, Policy};
+use store::TrainingStore;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use crate::compute_actor::{ComputeActor, ComputeArgs, OpenDevice};
+use crate::directory::{Directory, Ended};
+use crate::fault::FaultPlan;
+use crate::gate::Gate;
+use crate::messages::RunMessage;
+use crate::node_actor::{NodeActor, NodeArgs};
+use crate::optimizer_actor::{OptimizerActor, OptimizerArgs};
+use crate::reply::Failure;
+use crate::report::{Observer, Summary};
+use crate::run_actor::{Clip, RunActor, RunArgs};
+use crate::store_actor::{StoreActor, StoreArgs};
+use crate::supervisor::{Restart, supervise};
+
+/// Names of the actors, as in metrics, logs and fault specifications.
+pub const ACTOR_NAMES: [&str; 5] = ["run", "node", "store", "compute", "optimizer"];
+
+/// What a run needs.
+pub struct SoloConfig {
+    pub store: Arc<TrainingStore>,
+    /// Opens the compute device; called again if its actor dies.
+    pub open_device: Arc<dyn Fn() -> Box<dyn Device> + Send + Sync>,
+    pub rows: Arc<Rows>,
+    pub sampler: Sampler,
+    pub shape: RunShape,
+    pub limits: Limits,
+    pub budget: Budget,
+    pub threads: Arc<ThreadPool>,
+    pub policy: Policy,
+    /// `lr` is replaced by the schedule's.
+    pub adamw: AdamW,
+    pub schedule: LrSchedule,
+    pub clip: Clip,
+    pub last_step: u64,
+    pub observer: Arc<dyn Observer>,
+    pub faults: FaultPlan,
+}
+
+impl std::fmt::Debug for SoloConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SoloConfig").field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+/// A running job.
+#[derive(Debug)]
+pub struct Solo {
+    directory: Directory,
+    ended: oneshot::Receiver<Ended>,
+    actors: Vec<JoinHandle<()>>,
+}
+
+impl Solo {
+    /// Starts all actors and the run. Must be called inside a tokio runtime.
+    pub fn start(config: SoloConfig) -> Solo {
+        let (directory, ended) = Directory::new();
+        let actors = spawn_all(&directory, config);
+        let starting = directory.clone();
+        tokio::spawn(async move { starting.run().post_when_there(RunMessage::Start).await });
+        Solo { directory, ended, actors }
+    }
+
+    /// Finishes what is about to commit, drops the rest, ends.
+    pub fn stop(&self) {
+        self.directory.run().post(RunMessage::StopRequested);
+    }
+
+    /// Something that stops the run from anywhere.
+    pub fn stopper(&self) -> impl Fn() + Send + Sync + 'static {
+        let directory = self.directory.clone();
+        move || directory.run().post(RunMessage::StopRequested)
+    }
+
+    /// Waits for the end of the run and of every actor.
+    pub async fn wait(self) -> Result<Summary, Failure> {
+        let ended = self.ended.await.unwrap_or(Err(Failure::Lost));
+        self.directory.close();
+        for actor in self.actors {
+            // A supervisor that panicked has no actor left to wait for.
+            let _ = actor.await;
+        }
+        ended
+    }
+}
+
+fn spawn_all(directory: &Directory, config: SoloConfig) -> Vec<JoinHandle<()>> {
+    let table = Arc::new(config.store.table().clone());
+    // No machine has more than this in flight: a few visits of all microbatches.
+    let capacity = 1024 + 64 * config.shape.micros();
+    let at = |_: ()| directory.clone();
+    let store = supervise::<StoreActor, _>(
+        at(()),
+        Directory::store,
+        capacity,
+        store_args(&config),
+        Restart::Always,
+    );
+    let compute = supervise::<ComputeActor, _>(
+        at(()),
+        Directory::compute,
+        capacity,
+        compute_args(&config),
+        Restart::Always,
+    );
+    let optimizer = supervise::<OptimizerActor, _>(
+        at(()),
+        Directory::optimizer,
+        capacity,
+        optimizer_args(directory, &config, &table),
+        Restart::Always,
+    );
+    let node = supervise::<NodeActor, _>(
+        at(()),
+        Directory::node,
+        capacity,
+        node_args(directory, &config, &table),
+        Restart::Never,
+    );
+    let run = supervise::<RunActor, _>(
+        at(()),
+        Directory::run,
+        capacity,
+        run_args(directory, config),
+        Restart::Never,
+    );
+    vec![
+        tokio::spawn(store),
+        tokio::spawn(compute),
+        tokio::spawn(optimizer),
+        tokio::spawn(node),
+        tokio::spawn(run),
+    ]
+}
+
+fn store_args(config: &SoloConfig) -> StoreArgs {
+    StoreArgs {
+        store: Arc::clone(&config.store),
+        gate: Gate::default(),
+        faults: config.faults.clone(),
+    }
+}
+
+fn compute_args(config: &SoloConfig) -> ComputeArgs {
+    let open: OpenDevice = Arc::clone(&config.open_device);
+    ComputeArgs { open, faults: config.faults.clone() }
+}
+
+fn optimizer_args(
+    directory: &Directory,
+    config: &SoloConfig,
+    table: &Arc<LayerTable>,
+) -> OptimizerArgs {
+    OptimizerArgs {
+        directory: directory.clone(),
+        table: Arc::clone(table),
+        store: Arc::clone(&config.store),
+        budget: config.budget.clone(),
+        threads: Arc::clone(&config.threads),
+        chunks_in_flight: config.limits.optimizer_chunks,
+        gate: Gate::default(),
+        faults: config.faults.clone(),
+    }
+}
+
+fn node_args(directory: &Directory, config: &SoloConfig, table: &Arc<LayerTable>) -> NodeArgs {
+    let state = config.store.state();
+    let live: Vec<Slot> = state.layers.iter().map(|l| l.slot).collect();
+    NodeArgs {
+        directory: directory.clone(),
+        table: Arc::clone(table),
+        config: NodeConfig {
+            policy: config.policy,
+            micros: config.shape.micros() as u32,
+            limits: config.limits.clone(),
+            step_tokens: config.shape.step_tokens(),
+            live,
+        },
+        adam_steps: state.layers.iter().map(|l| l.t).collect(),
+        faults: config.faults.clone(),
+    }
+}
+
+fn run_args(directory: &Directory, config: SoloConfig) -> RunArgs {
+    RunArgs {
+        directory: directory.clone(),
+        rows: config.rows,
+        sampler: config.sampler,
+        shape: config.shape,
+        adamw: config.adamw,
+        schedule: config.schedule,
+        clip: config.clip,
+        state: config.store.state(),
+        counters: config.store.counters(),
+        last_step: Step(config.last_step),
+        budget: config.budget,
+        observer: config.observer,
+        faults: config.faults,
+    }
+}

@@ -1,0 +1,82 @@
+//! [`StoreActor`]: passes requests to the store, whose engine has threads of its own, and knows
+//! when nothing is in flight.
+
+use std::sync::Arc;
+
+use kameo::prelude::*;
+use store::{Done, TrainingStore};
+
+use crate::fault::FaultPlan;
+use crate::gate::Gate;
+use crate::messages::StoreRequest;
+use crate::reply::Reply;
+
+pub(crate) struct StoreActor {
+    args: StoreArgs,
+}
+
+#[derive(Clone)]
+pub(crate) struct StoreArgs {
+    pub(crate) store: Arc<TrainingStore>,
+    /// Outlives the actor: operations of a dead incarnation are still in flight.
+    pub(crate) gate: Gate,
+    pub(crate) faults: FaultPlan,
+}
+
+impl Actor for StoreActor {
+    type Args = StoreArgs;
+    type Error = kameo::error::Infallible;
+
+    fn name() -> &'static str {
+        "store"
+    }
+
+    async fn on_start(args: StoreArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
+        Ok(StoreActor { args })
+    }
+}
+
+impl Message<StoreRequest> for StoreActor {
+    type Reply = ();
+
+    async fn handle(&mut self, request: StoreRequest, _: &mut Context<Self, ()>) {
+        self.args.faults.message("store");
+        let store = Arc::clone(&self.args.store);
+        let gate = &self.args.gate;
+        match request {
+            StoreRequest::ReadWeights { layer, slot, elements, reply } => {
+                store.read_weights(layer, slot, elements, pass(gate, reply));
+            }
+            StoreRequest::GatherRows { layer, slot, width, ids, reply } => {
+                store.gather_rows(layer, slot, width, ids, pass(gate, reply));
+            }
+            StoreRequest::ReadChunk { layer, slot, chunk, reply } => {
+                store.read_chunk(layer, slot, chunk, pass(gate, reply));
+            }
+            StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, reply } => {
+                store.write_chunk(layer, slot, chunk, bytes, hashes, pass(gate, reply));
+            }
+            StoreRequest::FinishLayer { layer, slot, reply } => {
+                store.finish_layer(layer, slot, pass(gate, reply));
+            }
+            StoreRequest::Sync { slots, reply } => store.sync_slots(slots, pass(gate, reply)),
+            StoreRequest::Commit { state, reply } => {
+                let counters = Arc::clone(&store);
+                let reply = Reply::new(move |result: Result<(), _>| {
+                    reply.send(result.map(|()| counters.counters()));
+                });
+                store.commit(*state, pass(gate, reply));
+            }
+            StoreRequest::Drain { reply } => gate.when_empty(reply),
+        }
+    }
+}
+
+/// The store's way to answer `reply`, which counts as in flight until then.
+fn pass<T: 'static>(gate: &Gate, reply: Reply<T>) -> Done<T> {
+    let inside = gate.enter();
+    Box::new(move |result| {
+        reply.send(result.map_err(Into::into));
+        drop(inside);
+    })
+}
