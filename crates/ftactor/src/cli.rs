@@ -1,0 +1,206 @@
+//! The command line: names, help and examples.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::options::TrainOptions;
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "ftactor",
+    version,
+    about = "Train large language models, all weights, from the disk of one PC",
+    after_help = "First steps:\n  ftactor solo --demo\n  ftactor import ./SmolLM2-135M --store ./store\n  \
+                  ftactor solo --store ./store --data ./texts --steps 100"
+)]
+pub(crate) struct Cli {
+    /// Write diagnostics as JSON lines (RUST_LOG chooses how many)
+    #[arg(long, global = true)]
+    pub(crate) log_json: bool,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Train on this machine; goes on by itself with an unfinished run
+    #[command(after_help = "Examples:\n  ftactor solo --demo\n  \
+        ftactor solo --store ./store --data ./texts --steps 1000 --lr 1e-5\n  \
+        ftactor solo --store ./store          (goes on where the run stopped)")]
+    Solo(Box<SoloArgs>),
+    /// Make a store with random weights from a config.json
+    #[command(
+        after_help = "Example:\n  ftactor init --config config.json --store ./store --tokenizer bytes --seed 1"
+    )]
+    Init(InitArgs),
+    /// Make a store from a Hugging Face directory or a GGUF file
+    #[command(
+        after_help = "Examples:\n  ftactor import ./SmolLM2-135M --store ./store\n  ftactor import model.gguf --store ./store"
+    )]
+    Import(ImportArgs),
+    /// Write the store's weights as a Hugging Face directory
+    #[command(after_help = "Example:\n  ftactor export --store ./store --out ./tuned --dtype bf16")]
+    Export(ExportArgs),
+    /// Show what a store holds
+    #[command(after_help = "Example:\n  ftactor inspect --store ./store --json")]
+    Inspect(StoreArgs),
+    /// Read every byte of a store and compare it with its hash
+    #[command(after_help = "Example:\n  ftactor verify --store ./store")]
+    Verify(StoreArgs),
+    /// Let the store's model continue a text
+    #[command(
+        after_help = "Example:\n  ftactor generate --store ./store --prompt 'Once upon a time' --max-tokens 50"
+    )]
+    Generate(GenerateArgs),
+    /// Loss and perplexity of the store's model on data
+    #[command(after_help = "Example:\n  ftactor eval --store ./store --data held-out.txt")]
+    Eval(EvalArgs),
+    /// Show how data is understood: documents, rows, tokens, targets
+    #[command(after_help = "Example:\n  ftactor data --store ./store --data ./texts")]
+    Data(DataArgs),
+    /// Check equivalence, persistence and convergence on this machine
+    #[command(after_help = "Example:\n  ftactor selftest")]
+    Selftest(SelftestArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SoloArgs {
+    /// The store to train
+    #[arg(long, value_name = "DIR", required_unless_present_any = ["demo", "print_config"])]
+    pub(crate) store: Option<PathBuf>,
+    /// Self-contained: make a small model and corpus, train on the CPU, show samples
+    #[arg(long)]
+    pub(crate) demo: bool,
+    /// Text (.txt, .jsonl), token files (.npy) or directories of them
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub(crate) data: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(crate) options: TrainOptions,
+    /// Options from a TOML file; flags win
+    #[arg(long = "options", value_name = "FILE")]
+    pub(crate) options_file: Option<PathBuf>,
+    /// Print the resulting options as TOML and stop
+    #[arg(long)]
+    pub(crate) print_config: bool,
+    /// Keep the weights, zero the moments, start a new run
+    #[arg(long)]
+    pub(crate) new_run: bool,
+    /// Print the closing summary and errors only
+    #[arg(long)]
+    pub(crate) quiet: bool,
+    /// Print each step as a JSON line on standard output instead of a progress bar
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Failure injection, for tests: ACTOR:panic:N
+    #[arg(long, value_name = "SPEC", hide = true)]
+    pub(crate) fault: Vec<actors::Fault>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InitArgs {
+    /// A Hugging Face config.json; model_type and sizes suffice
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: PathBuf,
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// A tokenizer.json, a directory that holds one, or `bytes`
+    #[arg(long, value_name = "PATH|bytes", default_value = "bytes")]
+    pub(crate) tokenizer: String,
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    /// A Hugging Face directory or FILE.gguf
+    #[arg(value_name = "SRC")]
+    pub(crate) source: PathBuf,
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    #[arg(long, value_enum, default_value_t = ExportDtype::F32)]
+    pub(crate) dtype: ExportDtype,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum ExportDtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StoreArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: String,
+    #[arg(long, default_value_t = 64)]
+    pub(crate) max_tokens: usize,
+    /// 0 takes the most likely token
+    #[arg(long, default_value_t = 0.8)]
+    pub(crate) temperature: f64,
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    #[arg(long)]
+    pub(crate) threads: Option<usize>,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EvalArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(crate) data: Vec<PathBuf>,
+    #[arg(long)]
+    pub(crate) seq_len: Option<usize>,
+    /// At most this many rows
+    #[arg(long)]
+    pub(crate) max_rows: Option<u64>,
+    #[arg(long)]
+    pub(crate) threads: Option<usize>,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DataArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(crate) data: Vec<PathBuf>,
+    #[arg(long)]
+    pub(crate) seq_len: Option<usize>,
+    /// Rows to show decoded
+    #[arg(long, default_value_t = 2)]
+    pub(crate) show: u64,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SelftestArgs {
+    /// The device to test
+    #[arg(long, value_enum, default_value_t = crate::options::DeviceChoice::Auto)]
+    pub(crate) device: crate::options::DeviceChoice,
+    #[arg(long)]
+    pub(crate) json: bool,
+}

@@ -1,0 +1,295 @@
+//! The commands beside training: each opens what it needs, does one thing, prints it.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use actors::Forward;
+use anyhow::Context;
+use convert::{Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import_hf};
+use data::Tokenizer;
+use model::{Budget, ModelConfig};
+use serde_json::json;
+use store::ReadingStore;
+
+use crate::cli::{
+    DataArgs, EvalArgs, ExportArgs, ExportDtype, GenerateArgs, ImportArgs, InitArgs, StoreArgs,
+};
+use crate::exit::{self, Refused, refuse};
+use crate::machine;
+use crate::progress::{ByteBar, human_bytes};
+use crate::text::{self, Sampling};
+
+const LOCK_WAIT: Duration = Duration::from_secs(10);
+/// Files that may accompany a tokenizer.json.
+const TOKENIZER_FILES: [&str; 6] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+];
+
+pub(crate) fn init(args: &InitArgs) -> anyhow::Result<ExitCode> {
+    let config_json = std::fs::read_to_string(&args.config)
+        .map_err(|e| Refused(format!("cannot read {}: {e}", args.config.display())))?;
+    let (tokenizer, tokenizer_vocab) = init_tokenizer(&args.tokenizer)?;
+    let what = Init { config_json: &config_json, tokenizer, tokenizer_vocab, seed: args.seed };
+    let bar = ByteBar::new("initialise");
+    let report =
+        convert::init(&what, machine::engine(u64::MAX), &args.store, &mut |done, total| {
+            bar.at(done, total);
+        })?;
+    drop(bar);
+    say_made(&args.store, &report);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn init_tokenizer(named: &str) -> anyhow::Result<(InitTokenizer, usize)> {
+    if named == "bytes" {
+        let vocab = Tokenizer::bytes().vocab_size() as usize;
+        return Ok((InitTokenizer::Bytes(Tokenizer::bytes_json()), vocab));
+    }
+    let path = Path::new(named);
+    let dir = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new(".")) };
+    let tokenizer =
+        if path.is_dir() { Tokenizer::load(path)? } else { Tokenizer::from_file(path)? };
+    let mut files = Vec::new();
+    for name in TOKENIZER_FILES {
+        let file = if name == "tokenizer.json" && !path.is_dir() {
+            path.to_path_buf()
+        } else {
+            dir.join(name)
+        };
+        if file.exists() {
+            let bytes = std::fs::read(&file).with_context(|| format!("read {}", file.display()))?;
+            files.push((name.to_owned(), bytes));
+        }
+    }
+    Ok((InitTokenizer::Files(files), tokenizer.vocab_size() as usize))
+}
+
+pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
+    let io = machine::engine(u64::MAX);
+    let bar = ByteBar::new("import");
+    let mut progress = |done, total| bar.at(done, total);
+    let gguf = args.source.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+    let report = if gguf {
+        import_gguf(&args.source, io, &args.store, &mut progress)?
+    } else {
+        import_hf(&args.source, io, &args.store, &mut progress)?
+    };
+    drop(bar);
+    say_made(&args.store, &report);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say_made(store: &Path, report: &Report) {
+    println!(
+        "made {}: {} layers, {} parameters, {} on disk",
+        store.display(),
+        report.layers,
+        report.parameters,
+        human_bytes(report.parameters * 24),
+    );
+    report.ignored.iter().for_each(|name| println!("left out as redundant: {name}"));
+    report.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    println!("next: ftactor solo --store {} --data FILE.txt", store.display());
+}
+
+pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<ExitCode> {
+    let store = open(&args.store)?;
+    let dtype = match args.dtype {
+        ExportDtype::F32 => Dtype::F32,
+        ExportDtype::Bf16 => Dtype::BF16,
+        ExportDtype::F16 => Dtype::F16,
+    };
+    let bar = ByteBar::new("export");
+    export_hf(&store, &args.out, dtype, &mut |done, total| bar.at(done, total))?;
+    drop(bar);
+    println!("exported step {} to {}", store.state().step, args.out.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
+    let store = open(&args.store)?;
+    // Other software sees the last commit from now on. A reader may lack the right to write.
+    if let Err(error) = store.write_index() {
+        tracing::info!(%error, "the index is not rewritten");
+    }
+    let state = store.state();
+    let layers: Vec<_> = store.table().layers().iter().zip(&state.layers).collect();
+    if args.json {
+        let run: Option<serde_json::Value> =
+            store.read_run()?.and_then(|text| serde_json::from_str(&text).ok());
+        let layers: Vec<_> = layers
+            .iter()
+            .map(|(spec, layer)| {
+                json!({
+                    "name": spec.name,
+                    "parameters": spec.elements(),
+                    "bytes": spec.elements() * 12,
+                    "slot": layer.slot.name(),
+                    "t": layer.t,
+                    "locked": layer.locked,
+                    "grad_norm": finite(layer.grad_norm),
+                    "hash": model::hex(store.layer_hash(spec.id)),
+                })
+            })
+            .collect();
+        println!("{}", json!({"run": run, "step": state.step, "layers": layers}));
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("step {}, loss {:.4}, {} tokens", state.step, state.loss, state.tokens_total);
+    println!(
+        "{:<8} {:>14} {:>10} slot {:>6} {:>12}  hash",
+        "layer", "parameters", "bytes", "t", "grad norm"
+    );
+    for (spec, layer) in layers {
+        println!(
+            "{:<8} {:>14} {:>10} {:<4} {:>6} {:>12.4e}  {}",
+            spec.name,
+            spec.elements(),
+            human_bytes(spec.elements() as u64 * 12),
+            layer.slot.name(),
+            layer.t,
+            layer.grad_norm,
+            model::hex(store.layer_hash(spec.id)),
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// JSON has no NaN.
+fn finite(value: f64) -> Option<f64> {
+    value.is_finite().then_some(value)
+}
+
+pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
+    let store = open(&args.store)?;
+    let bar = ByteBar::new("verify");
+    let damage = store.verify(|done, total| bar.at(done, total))?;
+    drop(bar);
+    if args.json {
+        let list: Vec<_> = damage
+            .iter()
+            .map(|d| json!({"file": d.file, "tensor": d.tensor, "offset": d.offset}))
+            .collect();
+        println!("{}", json!({"step": store.state().step, "damage": list}));
+    } else if damage.is_empty() {
+        println!("step {}: every byte matches its hash", store.state().step);
+    }
+    if damage.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    for d in &damage {
+        eprintln!("damaged: {}, tensor {}, from byte {}", d.file.display(), d.tensor, d.offset);
+    }
+    Ok(ExitCode::from(exit::DAMAGED))
+}
+
+pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
+    if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
+        return refuse("--temperature must be a number of at least 0");
+    }
+    let store = open(&args.store)?;
+    let config = config(&store)?;
+    let tokenizer = Tokenizer::load(&args.store)?;
+    let mut forward = forward(&store, &config, args.threads)?;
+    let sampling = Sampling {
+        max_tokens: args.max_tokens,
+        temperature: args.temperature,
+        seed: args.seed,
+        max_positions: config.max_positions,
+    };
+    let text = text::generate(&mut forward, &tokenizer, &args.prompt, &sampling)?;
+    if args.json {
+        println!("{}", json!({"prompt": args.prompt, "text": text}));
+    } else {
+        println!("{}{text}", args.prompt);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(crate) fn eval(args: &EvalArgs) -> anyhow::Result<ExitCode> {
+    let store = open(&args.store)?;
+    let config = config(&store)?;
+    let rows = rows(&args.store, &config, &args.data, args.seq_len)?;
+    let mut forward = forward(&store, &config, args.threads)?;
+    let result = text::evaluate(&mut forward, &rows, args.max_rows)?;
+    let loss = result.loss();
+    if args.json {
+        let (rows, targets) = (result.rows, result.targets);
+        println!(
+            "{}",
+            json!({"loss": loss, "perplexity": loss.exp(), "rows": rows, "targets": targets})
+        );
+    } else {
+        println!(
+            "loss {loss:.6} perplexity {:.4} over {} targets in {} rows",
+            loss.exp(),
+            result.targets,
+            result.rows
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
+    let store = open(&args.store)?;
+    let config = config(&store)?;
+    let rows = rows(&args.store, &config, &args.data, args.seq_len)?;
+    let tokenizer = Tokenizer::load(&args.store)?;
+    let summary = data::describe(&rows, Some(&tokenizer), args.show)?;
+    if args.json {
+        println!("{}", serde_json::to_string(&summary)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!(
+        "{} documents, {} rows of {} tokens, {} targets; {} tokens left over at the end",
+        summary.documents, summary.rows, summary.seq_len, summary.targets, summary.dropped_tokens
+    );
+    for row in &summary.first_rows {
+        println!(
+            "row {}: {} targets, documents start at {:?}\n{}",
+            row.row, row.targets, row.document_starts, row.text
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn open(dir: &Path) -> anyhow::Result<ReadingStore> {
+    let io = machine::engine(machine::store_bytes(dir));
+    Ok(ReadingStore::open(io, dir, LOCK_WAIT)?)
+}
+
+fn config(store: &ReadingStore) -> anyhow::Result<ModelConfig> {
+    ModelConfig::from_json(store.config_json())
+        .map_err(|e| Refused(format!("{}: {e}", store.dir().display())).into())
+}
+
+fn rows(
+    store: &Path,
+    config: &ModelConfig,
+    data: &[PathBuf],
+    seq_len: Option<usize>,
+) -> anyhow::Result<data::Rows> {
+    let seq_len = seq_len.unwrap_or(config.max_positions.min(1024));
+    if seq_len > config.max_positions || seq_len < 2 {
+        return refuse(format!("--seq-len {seq_len}: expected 2 to {}", config.max_positions));
+    }
+    text::eval_rows(store, config, data, seq_len)
+}
+
+/// The store's model on the CPU, with a budget for one microbatch of the model's full length.
+fn forward<'s>(
+    store: &'s ReadingStore,
+    config: &ModelConfig,
+    threads: Option<usize>,
+) -> anyhow::Result<Forward<'s>> {
+    let threads = machine::threads(threads)?;
+    let budget = Budget::new((machine::available_ram_bytes() / 2) as usize);
+    Ok(Forward::new(store, machine::cpu(config, &budget, &Arc::clone(&threads))))
+}

@@ -1,0 +1,84 @@
+//! The step log: one JSON object a step and a line for every event.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use actors::{Event, StepReport};
+use anyhow::Context;
+use serde_json::{Value, json};
+
+/// An append-only JSONL file.
+#[derive(Debug)]
+pub(crate) struct StepLog {
+    path: PathBuf,
+    file: File,
+}
+
+impl StepLog {
+    pub(crate) fn open(path: &Path) -> anyhow::Result<StepLog> {
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .with_context(|| format!("open step log {}", path.display()))?;
+        Ok(StepLog { path: path.to_path_buf(), file })
+    }
+
+    /// Appends a line. A log that cannot be written is reported and does not end the run.
+    pub(crate) fn write(&mut self, line: &Value) {
+        if let Err(error) = writeln!(self.file, "{line}") {
+            tracing::warn!(path = %self.path.display(), %error, "cannot write the step log");
+        }
+    }
+}
+
+/// A step as a log line.
+pub(crate) fn step_line(report: &StepReport, rss_bytes: Option<u64>) -> Value {
+    json!({
+        "step": report.step,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "clip_factor": report.clip_factor,
+        "lr": report.learning_rate,
+        "tokens": report.tokens,
+        "tokens_total": report.tokens_total,
+        "seconds": report.seconds,
+        "tokens_per_second": report.tokens as f64 / report.seconds,
+        "read_bytes": report.read_bytes,
+        "written_bytes": report.written_bytes,
+        "stall_seconds": {
+            "storage": report.stall.storage,
+            "compute": report.stall.compute,
+            "optimizer": report.stall.optimizer,
+            "network": report.stall.network,
+        },
+        "phase_seconds": {
+            "forward": report.phase.forward,
+            "backward": report.phase.backward,
+            "optimizer": report.phase.optimizer,
+            "commit": report.phase.commit,
+        },
+        "ram_used_bytes": report.ram_used_bytes,
+        "ram_peak_bytes": report.ram_peak_bytes,
+        "rss_bytes": rss_bytes,
+    })
+}
+
+/// An event as a log line.
+pub(crate) fn event_line(event: &Event) -> Value {
+    match event {
+        Event::Started { step, last_step } => {
+            json!({"event": "start", "step": step, "last_step": last_step})
+        }
+        Event::Aborted { step, attempt, reason } => {
+            json!({"event": "abort", "step": step, "attempt": attempt, "reason": reason})
+        }
+        Event::Restarted { actor, reason } => {
+            json!({"event": "restart", "actor": actor, "reason": reason})
+        }
+        Event::Ended { step, end } => {
+            json!({"event": "stop", "step": step, "end": format!("{end:?}").to_lowercase()})
+        }
+    }
+}

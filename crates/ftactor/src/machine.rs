@@ -1,0 +1,110 @@
+//! What this machine has: memory, cores; and what is opened on it: engine, device, threads.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use actors::Failure;
+use anyhow::Context;
+use compute::{CpuDevice, Device};
+use model::{Budget, ModelConfig};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use store::{Io, mmap_engine};
+
+/// Threads of the store's engine: they wait for the disk, so more than cores pay.
+const IO_THREADS: usize = 4;
+
+/// Bytes of memory that a new process could use, within its cgroup.
+pub(crate) fn available_ram_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let available = meminfo_bytes(&meminfo, "MemAvailable").unwrap_or(4 << 30);
+    cgroup_limit_bytes().map_or(available, |limit| limit.min(available))
+}
+
+fn meminfo_bytes(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find(|l| l.split(':').next() == Some(key))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
+/// The memory limit of this process's cgroup, version 2 or 1.
+fn cgroup_limit_bytes() -> Option<u64> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    groups.lines().filter_map(limit_file).filter_map(|f| read_number(&f)).min()
+}
+
+/// The file with the limit of one line of `/proc/self/cgroup`.
+fn limit_file(line: &str) -> Option<String> {
+    let mut parts = line.splitn(3, ':');
+    let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+    let path = path.trim_end_matches('/');
+    match controllers {
+        "" => Some(format!("/sys/fs/cgroup{path}/memory.max")),
+        "memory" => Some(format!("/sys/fs/cgroup/memory{path}/memory.limit_in_bytes")),
+        _ => None,
+    }
+}
+
+fn read_number(path: &str) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// Threads to compute with.
+pub(crate) fn threads(wanted: Option<usize>) -> anyhow::Result<Arc<ThreadPool>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let pool = ThreadPoolBuilder::new()
+        .num_threads(wanted.unwrap_or(cores).max(1))
+        .thread_name(|i| format!("pool-{i}"))
+        .build()
+        .context("start compute threads")?;
+    Ok(Arc::new(pool))
+}
+
+/// The engine for a store whose live state has `state_bytes`: what fits into memory beside the
+/// budget stays cached, the rest makes way at once.
+pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
+    mmap_engine(IO_THREADS, state_bytes < available_ram_bytes() / 2)
+}
+
+/// Opens the CPU device, once per call.
+pub(crate) fn cpu(
+    config: &ModelConfig,
+    budget: &Budget,
+    threads: &Arc<ThreadPool>,
+) -> Box<dyn Device> {
+    Box::new(CpuDevice::new(config, budget.clone(), Arc::clone(threads)))
+}
+
+/// Bytes of all state files below a store's directory: how large the live state and its twin are.
+pub(crate) fn store_bytes(dir: &Path) -> u64 {
+    let entries = |dir: &Path| std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let files = |slot: &Path| -> u64 {
+        entries(slot).filter_map(|f| f.metadata().ok()).map(|m| m.len()).sum()
+    };
+    entries(&dir.join("layers"))
+        .flat_map(|layer| ["a", "b"].map(|slot| files(&layer.path().join(slot))))
+        .sum()
+}
+
+/// A failure as an error that keeps its exit code.
+pub(crate) fn failed(failure: Failure) -> anyhow::Error {
+    anyhow::Error::new(failure)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_from_the_kernel_s_text() {
+        let text = "MemTotal:       100 kB\nMemAvailable:      7 kB\n";
+        assert_eq!(meminfo_bytes(text, "MemAvailable"), Some(7 * 1024));
+        assert_eq!(meminfo_bytes("MemAvailable: x", "MemAvailable"), None);
+    }
+
+    #[test]
+    fn both_cgroup_versions_name_their_limit() {
+        assert_eq!(limit_file("0::/a/b").unwrap(), "/sys/fs/cgroup/a/b/memory.max");
+        let v1 = limit_file("9:memory:/a").unwrap();
+        assert_eq!(v1, "/sys/fs/cgroup/memory/a/memory.limit_in_bytes");
+        assert_eq!(limit_file("1:cpu:/a"), None);
+    }
+}

@@ -1,0 +1,49 @@
+//! The `ftactor` command: parses, wires the rooms together, and turns errors into exit codes.
+
+mod cli;
+mod commands;
+mod corpus;
+mod demo;
+mod exit;
+mod log;
+mod machine;
+mod new_run;
+mod options;
+mod progress;
+mod run_record;
+mod selftest;
+mod solo;
+mod text;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command};
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return exit::usage(&error),
+    };
+    telemetry::init_tracing(cli.log_json);
+    match run(cli) {
+        Ok(code) => code,
+        Err(error) => exit::report(&error),
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    match cli.command {
+        Command::Solo(args) => solo::run(&args),
+        Command::Init(args) => commands::init(&args),
+        Command::Import(args) => commands::import(&args),
+        Command::Export(args) => commands::export(&args),
+        Command::Inspect(args) => commands::inspect(&args),
+        Command::Verify(args) => commands::verify(&args),
+        Command::Generate(args) => commands::generate(&args),
+        Command::Eval(args) => commands::eval(&args),
+        Command::Data(args) => commands::data(&args),
+        Command::Selftest(args) => selftest::run(&args),
+    }
+}

@@ -1,0 +1,258 @@
+//! Training options: the same words as flags and as keys of a TOML file.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use actors::Clip;
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use crate::exit::{Refused, refuse};
+
+/// Everything a user may set; `None` means the default or what the run was started with.
+#[derive(Args, Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub(crate) struct TrainOptions {
+    /// Tokens of a row [default: the smaller of 1024 and the model's maximum]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) seq_len: Option<usize>,
+    /// Rows of a step [default: 8]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) batch_rows: Option<usize>,
+    /// Rows that pass a layer together; divides batch-rows [default: up to 2048 tokens]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) micro_rows: Option<usize>,
+    /// Steps of the run
+    #[arg(long, conflicts_with = "epochs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) steps: Option<u64>,
+    /// Passes over the data [default: 1]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) epochs: Option<u64>,
+    /// Peak learning rate [default: 1e-5 for an imported model, 3e-4 for a new one]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) lr: Option<f64>,
+    /// constant, cosine, linear or wsd [default: cosine]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) schedule: Option<String>,
+    /// Steps of linear warmup [default: 3 % of all steps]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) warmup_steps: Option<u64>,
+    /// Lowest learning rate as a part of the peak [default: 0.1]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) min_lr_ratio: Option<f64>,
+    /// Decoupled weight decay, on matrices only [default: 0]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) weight_decay: Option<f64>,
+    /// [default: 0.9]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) beta1: Option<f64>,
+    /// [default: 0.999]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) beta2: Option<f64>,
+    /// [default: 1e-8]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) eps: Option<f64>,
+    /// global:X, layer:X or none [default: global:1.0]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) clip: Option<String>,
+    /// When the optimizer runs [default: auto]
+    #[arg(long, value_enum)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) update: Option<UpdateChoice>,
+    /// Order of the rows [default: 0]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) seed: Option<u64>,
+    /// Take the rows in their order
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) no_shuffle: bool,
+    /// Where layers are computed [default: auto]
+    #[arg(long, value_enum)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<DeviceChoice>,
+    /// Number format of products [default: f32]
+    #[arg(long, value_enum)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) compute_dtype: Option<ComputeDtype>,
+    /// Cap on heap memory, e.g. 2G [default: half of what is available]
+    #[arg(long, value_name = "SIZE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ram: Option<String>,
+    /// Threads for products and the optimizer [default: all cores]
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) threads: Option<usize>,
+    /// How the store is read and written [default: auto]
+    #[arg(long, value_enum)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) io: Option<IoChoice>,
+    /// Data whose loss is measured during the run
+    #[arg(long, value_name = "PATH", num_args = 1.., requires = "eval_every")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) eval_data: Vec<PathBuf>,
+    /// Steps between two measurements
+    #[arg(long, value_name = "N", requires = "eval_data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) eval_every: Option<u64>,
+    /// A text that the model continues during the run
+    #[arg(long, value_name = "TEXT", requires = "sample_every")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) sample_prompt: Option<String>,
+    /// Steps between two samples
+    #[arg(long, value_name = "N", requires = "sample_prompt")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) sample_every: Option<u64>,
+    /// One JSON object a step goes to this file
+    #[arg(long, value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) log: Option<PathBuf>,
+    /// Address of the Prometheus endpoint, or `off` [default: 127.0.0.1:9464]
+    #[arg(long, value_name = "ADDR")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) metrics: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum UpdateChoice {
+    Auto,
+    /// While the backward sweep runs; clips by layer or not at all
+    Fused,
+    /// After the norm of the whole gradient is known
+    Deferred,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DeviceChoice {
+    Auto,
+    Cpu,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum ComputeDtype {
+    F32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum IoChoice {
+    Auto,
+    Mmap,
+}
+
+impl TrainOptions {
+    /// The file's options, overlaid by the flags'.
+    pub(crate) fn with_file(&self, file: Option<&Path>) -> anyhow::Result<TrainOptions> {
+        let Some(path) = file else { return Ok(self.clone()) };
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| Refused(format!("cannot read {}: {e}", path.display())))?;
+        let base: TrainOptions = toml::from_str(&text)
+            .map_err(|e| Refused(format!("{}: {}", path.display(), e.to_string().trim())))?;
+        self.over(&base)
+    }
+
+    /// `base`, with everything that is set here taking its place.
+    fn over(&self, base: &TrainOptions) -> anyhow::Result<TrainOptions> {
+        let mut merged = serde_json::to_value(base).context("options as JSON")?;
+        let mine = serde_json::to_value(self).context("options as JSON")?;
+        if let (Some(merged), Some(mine)) = (merged.as_object_mut(), mine.as_object()) {
+            // Two ways to say how long: the flag's way wins whole.
+            if mine.contains_key("steps") || mine.contains_key("epochs") {
+                merged.remove("steps");
+                merged.remove("epochs");
+            }
+            merged.extend(mine.clone());
+        }
+        serde_json::from_value(merged).context("merge options")
+    }
+
+    /// The options as TOML.
+    pub(crate) fn to_toml(&self) -> anyhow::Result<String> {
+        toml::to_string(self).context("options as TOML")
+    }
+}
+
+/// `global:X`, `layer:X` or `none`.
+pub(crate) fn parse_clip(text: &str) -> anyhow::Result<Clip> {
+    let wrong = || Refused(format!("--clip {text}: expected global:X, layer:X or none"));
+    if text == "none" {
+        return Ok(Clip::None);
+    }
+    let (kind, max) = text.split_once(':').ok_or_else(wrong)?;
+    let max = f64::from_str(max).ok().filter(|m| m.is_finite() && *m > 0.0).ok_or_else(wrong)?;
+    match kind {
+        "global" => Ok(Clip::Global(max)),
+        "layer" => Ok(Clip::Layer(max)),
+        _ => Err(wrong().into()),
+    }
+}
+
+/// `512`, `380M`, `2G`, `1.5G`: K, M, G and T are binary.
+pub(crate) fn parse_size(text: &str) -> anyhow::Result<usize> {
+    let number = text.trim_end_matches(['K', 'M', 'G', 'T']);
+    let unit = match &text[number.len()..] {
+        "" => 1u64,
+        "K" => 1 << 10,
+        "M" => 1 << 20,
+        "G" => 1 << 30,
+        "T" => 1 << 40,
+        _ => return refuse(format!("{text}: expected a size such as 380M or 2G")),
+    };
+    match number.parse::<f64>() {
+        Ok(value) if value >= 0.0 && value * (unit as f64) < (1u64 << 62) as f64 => {
+            Ok((value * unit as f64) as usize)
+        }
+        _ => refuse(format!("{text}: expected a size such as 380M or 2G")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_binary() {
+        for (text, bytes) in [("0", 0), ("12", 12), ("380M", 380 << 20), ("1.5G", 3 << 29)] {
+            assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
+        }
+        for wrong in ["", "G", "-1", "2GB", "1e99", "nan"] {
+            assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn clip_rules_are_parsed_or_refused() {
+        assert_eq!(parse_clip("global:1.0").unwrap(), Clip::Global(1.0));
+        assert_eq!(parse_clip("layer:0.5").unwrap(), Clip::Layer(0.5));
+        assert_eq!(parse_clip("none").unwrap(), Clip::None);
+        for wrong in ["", "global", "global:0", "global:-1", "global:nan", "row:1"] {
+            assert!(parse_clip(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_steps_replace_epochs() {
+        let file = TrainOptions { epochs: Some(3), lr: Some(0.1), ..Default::default() };
+        let flags = TrainOptions { steps: Some(7), ..Default::default() };
+        let merged = flags.over(&file).unwrap();
+        assert_eq!((merged.steps, merged.epochs, merged.lr), (Some(7), None, Some(0.1)));
+    }
+}

@@ -1,0 +1,274 @@
+//! `run.json`: every option that changes bits, frozen when a run starts.
+
+use actors::Clip;
+use anyhow::Context;
+use model::RunShape;
+use optim::{AdamW, LrSchedule, Schedule};
+use schedule::Policy;
+use serde::{Deserialize, Serialize};
+
+use crate::exit::{Refused, refuse};
+use crate::options::{DeviceChoice, TrainOptions, UpdateChoice, parse_clip};
+
+const FORMAT: u32 = 1;
+const MICRO_TOKENS: usize = 2048;
+
+/// The record. Field names are the options' names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct RunRecord {
+    pub(crate) format: u32,
+    pub(crate) seq_len: usize,
+    pub(crate) batch_rows: usize,
+    pub(crate) micro_rows: usize,
+    pub(crate) steps: u64,
+    pub(crate) lr: f64,
+    pub(crate) schedule: String,
+    pub(crate) warmup_steps: u64,
+    pub(crate) min_lr_ratio: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) beta1: f64,
+    pub(crate) beta2: f64,
+    pub(crate) eps: f64,
+    pub(crate) clip: String,
+    pub(crate) seed: u64,
+    pub(crate) no_shuffle: bool,
+    pub(crate) device: String,
+    pub(crate) compute_dtype: String,
+    pub(crate) data: Vec<DataFile>,
+    /// The token rows made of the data, inside the store.
+    pub(crate) rows_file: String,
+}
+
+/// A data file as it was when the run started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct DataFile {
+    pub(crate) path: String,
+    pub(crate) bytes: u64,
+    /// xxh3-64 of the contents, 16 hex digits.
+    pub(crate) hash: String,
+}
+
+/// What defaults depend on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Defaults {
+    pub(crate) max_positions: usize,
+    /// Peak learning rate that suits the store's weights: trained or random.
+    pub(crate) lr: f64,
+}
+
+/// Rows of a step and of a microbatch, and their length.
+pub(crate) fn shape(options: &TrainOptions, defaults: Defaults) -> anyhow::Result<RunShape> {
+    let seq_len = options.seq_len.unwrap_or(defaults.max_positions.min(1024));
+    if seq_len > defaults.max_positions {
+        return refuse(format!(
+            "--seq-len {seq_len} is longer than the model's maximum of {} tokens",
+            defaults.max_positions
+        ));
+    }
+    if seq_len < 2 {
+        return refuse(
+            "--seq-len must be at least 2: a row predicts its own tokens from the second on",
+        );
+    }
+    let batch_rows = options.batch_rows.unwrap_or(8);
+    if batch_rows == 0 {
+        return refuse("--batch-rows must be at least 1");
+    }
+    let micro_rows = options.micro_rows.unwrap_or_else(|| default_micro_rows(batch_rows, seq_len));
+    if micro_rows == 0 || !batch_rows.is_multiple_of(micro_rows) {
+        return refuse(format!(
+            "--micro-rows {micro_rows} does not divide --batch-rows {batch_rows}"
+        ));
+    }
+    Ok(RunShape { batch_rows, micro_rows, seq_len })
+}
+
+/// The largest divisor of `batch_rows` with at most 2048 tokens, at least 1.
+fn default_micro_rows(batch_rows: usize, seq_len: usize) -> usize {
+    (1..=batch_rows)
+        .rev()
+        .find(|rows| batch_rows.is_multiple_of(*rows) && rows * seq_len <= MICRO_TOKENS)
+        .unwrap_or(1)
+}
+
+impl RunRecord {
+    /// The record of a new run. `steps` is the run's length.
+    pub(crate) fn new(
+        options: &TrainOptions,
+        defaults: Defaults,
+        steps: u64,
+        data: Vec<DataFile>,
+        rows_file: String,
+    ) -> anyhow::Result<RunRecord> {
+        let shape = shape(options, defaults)?;
+        let record = RunRecord {
+            format: FORMAT,
+            seq_len: shape.seq_len,
+            batch_rows: shape.batch_rows,
+            micro_rows: shape.micro_rows,
+            steps,
+            lr: options.lr.unwrap_or(defaults.lr),
+            schedule: options.schedule.clone().unwrap_or_else(|| "cosine".into()),
+            warmup_steps: options.warmup_steps.unwrap_or(steps * 3 / 100),
+            min_lr_ratio: options.min_lr_ratio.unwrap_or(0.1),
+            weight_decay: options.weight_decay.unwrap_or(0.0),
+            beta1: options.beta1.unwrap_or(0.9),
+            beta2: options.beta2.unwrap_or(0.999),
+            eps: options.eps.unwrap_or(1e-8),
+            clip: options.clip.clone().unwrap_or_else(|| "global:1.0".into()),
+            seed: options.seed.unwrap_or(0),
+            no_shuffle: options.no_shuffle,
+            device: device_kind(options.device).into(),
+            compute_dtype: "f32".into(),
+            data,
+            rows_file,
+        };
+        record.check()?;
+        Ok(record)
+    }
+
+    /// Reads the text of a `run.json`.
+    pub(crate) fn from_json(text: &str) -> anyhow::Result<RunRecord> {
+        let record: RunRecord = serde_json::from_str(text)
+            .map_err(|e| Refused(format!("run.json of the store cannot be read: {e}")))?;
+        if record.format != FORMAT {
+            return refuse(format!(
+                "run.json has format {}, this ftactor knows {FORMAT}",
+                record.format
+            ));
+        }
+        record.check()?;
+        Ok(record)
+    }
+
+    pub(crate) fn to_json(&self) -> anyhow::Result<String> {
+        serde_json::to_string_pretty(self).context("run.json")
+    }
+
+    /// Options that were given and differ from the record, as `name: run has A, given B`.
+    pub(crate) fn differences(&self, options: &TrainOptions) -> anyhow::Result<Vec<String>> {
+        let given = serde_json::to_value(options).context("options as JSON")?;
+        let frozen = serde_json::to_value(self).context("run.json")?;
+        let mut differences = Vec::new();
+        for (name, was) in frozen.as_object().into_iter().flatten() {
+            let Some(now) = given.get(name).filter(|_| name != "steps" && name != "device") else {
+                continue;
+            };
+            let equal = match (was.as_f64(), now.as_f64()) {
+                (Some(was), Some(now)) => was == now,
+                _ => was == now,
+            };
+            if !equal {
+                differences.push(format!("--{name}: the run has {was}, given {now}"));
+            }
+        }
+        let device = options.device.map(|_| device_kind(options.device));
+        if device.is_some_and(|device| device != self.device) {
+            differences.push(format!("--device: the run has {}", self.device));
+        }
+        Ok(differences)
+    }
+
+    pub(crate) fn shape(&self) -> RunShape {
+        RunShape { batch_rows: self.batch_rows, micro_rows: self.micro_rows, seq_len: self.seq_len }
+    }
+
+    pub(crate) fn clip_rule(&self) -> anyhow::Result<Clip> {
+        parse_clip(&self.clip)
+    }
+
+    pub(crate) fn adamw(&self) -> AdamW {
+        AdamW {
+            lr: self.lr,
+            beta1: self.beta1,
+            beta2: self.beta2,
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+        }
+    }
+
+    pub(crate) fn lr_schedule(&self) -> anyhow::Result<LrSchedule> {
+        let kind: Schedule =
+            self.schedule.parse().map_err(|e| Refused(format!("--schedule: {e}")))?;
+        Ok(LrSchedule {
+            kind,
+            peak: self.lr,
+            warmup_steps: self.warmup_steps,
+            total_steps: self.steps,
+            min_ratio: self.min_lr_ratio,
+        })
+    }
+
+    /// When the optimizer runs. The choice changes no bits, so it is not part of the record.
+    pub(crate) fn policy(&self, update: Option<UpdateChoice>) -> anyhow::Result<Policy> {
+        let global = matches!(self.clip_rule()?, Clip::Global(_));
+        match update.unwrap_or(UpdateChoice::Auto) {
+            UpdateChoice::Auto if global => Ok(Policy::Deferred),
+            UpdateChoice::Auto => Ok(Policy::Fused),
+            UpdateChoice::Deferred => Ok(Policy::Deferred),
+            UpdateChoice::Fused if global => refuse(
+                "--update fused cannot clip by the norm of the whole gradient, which is known only \
+                 after it would be needed; use --clip layer:X, --clip none or --update deferred",
+            ),
+            UpdateChoice::Fused => Ok(Policy::Fused),
+        }
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        self.clip_rule()?;
+        let wrong = |e: optim::HyperparameterError| Refused(e.to_string());
+        self.lr_schedule()?.check().map_err(wrong)?;
+        self.adamw().check().map_err(wrong)?;
+        Ok(())
+    }
+}
+
+fn device_kind(choice: Option<DeviceChoice>) -> &'static str {
+    match choice.unwrap_or(DeviceChoice::Auto) {
+        DeviceChoice::Auto | DeviceChoice::Cpu => "cpu",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEFAULTS: Defaults = Defaults { max_positions: 2048, lr: 1e-5 };
+
+    fn record(options: &TrainOptions) -> anyhow::Result<RunRecord> {
+        RunRecord::new(options, DEFAULTS, 100, Vec::new(), "rows".into())
+    }
+
+    #[test]
+    fn defaults_are_the_documented_ones() {
+        let r = record(&TrainOptions::default()).unwrap();
+        assert_eq!((r.seq_len, r.batch_rows, r.micro_rows), (1024, 8, 2));
+        assert_eq!((r.lr, r.warmup_steps, r.clip.as_str()), (1e-5, 3, "global:1.0"));
+        assert_eq!(RunRecord::from_json(&r.to_json().unwrap()).unwrap(), r);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let with = |change: fn(&mut TrainOptions)| {
+            let mut options = TrainOptions::default();
+            change(&mut options);
+            record(&options).map(|_| ()).unwrap_err().to_string()
+        };
+        assert!(with(|o| o.seq_len = Some(4096)).contains("maximum of 2048"));
+        assert!(with(|o| o.seq_len = Some(1)).contains("at least 2"));
+        assert!(with(|o| o.micro_rows = Some(3)).contains("does not divide"));
+        assert!(with(|o| o.batch_rows = Some(0)).contains("at least 1"));
+        assert!(with(|o| o.lr = Some(f64::NAN)).contains("lr"));
+        assert!(with(|o| o.schedule = Some("up".into())).contains("schedule"));
+    }
+
+    #[test]
+    fn only_given_and_different_options_count_as_differences() {
+        let r = record(&TrainOptions { lr: Some(1e-4), ..Default::default() }).unwrap();
+        let same = TrainOptions { lr: Some(1e-4), steps: Some(9), ..Default::default() };
+        assert_eq!(r.differences(&same).unwrap(), Vec::<String>::new());
+        let other = TrainOptions { lr: Some(2e-4), seed: Some(1), ..Default::default() };
+        assert_eq!(r.differences(&other).unwrap().len(), 2);
+    }
+}

@@ -1,0 +1,111 @@
+//! Overlap on the virtual clock, and the machines' invariants under seeded faults.
+
+use super::*;
+
+const UNIT: Time = 1_000_000;
+
+/// I/O by the bytes per parameter of a fused step: 4 read forward; 4 read backward and 20 moved by
+/// the update. In both sweeps a layer's I/O takes as long as its compute.
+fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
+    Setup {
+        layers: 32,
+        tied: true,
+        micros: 2,
+        policy,
+        weight_buffers,
+        steps: 4,
+        costs: Costs {
+            read: 4 * UNIT,
+            update: 20 * UNIT,
+            forward: 4 * UNIT,
+            backward: 24 * UNIT,
+            commit: UNIT,
+        },
+        faults_per_million: 0,
+        jitter_percent: 0,
+        seed: 0,
+    }
+}
+
+/// Time of a step in the steady state, as a part of `1.1 * max(I/O, compute) + one layer`.
+fn step_time_ratio(setup: Setup) -> f64 {
+    let (layers, costs) = (setup.layers as u64, setup.costs);
+    let mut world = World::new(setup);
+    assert_eq!(world.run(), End::Completed);
+    let io = layers * (2 * costs.read + costs.update);
+    let compute = layers * (costs.forward + costs.backward);
+    let one_layer = compute / layers;
+    let step = world.durable_at[3] - world.durable_at[2];
+    step as f64 / (1.1 * io.max(compute) as f64 + one_layer as f64)
+}
+
+#[test]
+fn reading_writing_and_computing_overlap() {
+    let ratio = step_time_ratio(balanced(Policy::Fused, 2));
+    assert!(ratio <= 1.0, "a step takes {ratio:.3} of its bound");
+}
+
+#[test]
+fn without_prefetch_the_bound_is_missed() {
+    let ratio = step_time_ratio(balanced(Policy::Fused, 1));
+    assert!(ratio > 1.0, "one buffer should not overlap, but takes {ratio:.3} of the bound");
+}
+
+#[test]
+fn every_policy_and_shape_commits_every_step() {
+    for policy in [Policy::Fused, Policy::Deferred] {
+        for tied in [true, false] {
+            for micros in [1, 3] {
+                let setup = Setup { tied, micros, layers: 2, ..balanced(policy, 2) };
+                let mut world = World::new(setup);
+                assert_eq!(world.run(), End::Completed);
+                assert_eq!((world.durable_at.len(), world.aborts), (4, 0));
+            }
+        }
+    }
+}
+
+#[test]
+fn faults_cost_attempts_and_never_a_committed_step() {
+    let (mut aborts, mut failed) = (0, 0);
+    for seed in 0..1000 {
+        let policy = if seed % 2 == 0 { Policy::Fused } else { Policy::Deferred };
+        let mut world = World::new(Setup {
+            layers: 1 + seed as usize % 4,
+            tied: seed % 3 == 0,
+            micros: 1 + seed as u32 % 3,
+            steps: 6,
+            faults_per_million: 8_000,
+            jitter_percent: 300,
+            seed,
+            ..balanced(policy, 2 + seed as usize % 2)
+        });
+        match world.run() {
+            End::Completed => assert_eq!(world.durable_at.len(), 6, "seed {seed}"),
+            // Three attempts of one step in a row failed.
+            End::Failed => failed += 1,
+            End::Stopped => panic!("seed {seed}: nobody asked it to stop"),
+        }
+        aborts += world.aborts;
+    }
+    assert!(aborts > 300, "only {aborts} aborts: the faults do not bite");
+    assert!(failed < 200, "{failed} of 1000 runs gave up");
+}
+
+#[test]
+fn a_stop_ends_the_run_at_a_committed_step() {
+    for seed in 0..200 {
+        let mut world = World::new(Setup {
+            layers: 3,
+            steps: 50,
+            jitter_percent: 200,
+            seed,
+            ..balanced(Policy::Deferred, 2)
+        });
+        let when = world.next_random() % (400 * UNIT);
+        world.at(when, Happening::Run(RunEvent::StopRequested));
+        assert_eq!(world.run(), End::Stopped, "seed {seed}");
+        assert!(world.durable_at.len() < 50);
+        assert_eq!(world.run.durable(), Step(world.durable_at.len() as u64));
+    }
+}
