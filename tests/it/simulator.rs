@@ -35,6 +35,8 @@ pub(crate) struct Setup {
     pub(crate) micros: u32,
     pub(crate) policy: Policy,
     pub(crate) weight_buffers: usize,
+    /// The smallest budget: inputs are parked, deferred gradients spilled.
+    pub(crate) tight: bool,
     pub(crate) steps: u64,
     pub(crate) costs: Costs,
     /// Chance in a million that an operation fails.
@@ -96,16 +98,22 @@ pub(crate) fn table(layers: usize, tied: bool) -> LayerTable {
 }
 
 fn limits(setup: &Setup) -> Limits {
+    let layers = setup.layers + 2;
+    let parks = |layer: usize| setup.tight && (1..layers - 1).contains(&layer);
     Limits {
         weight_buffers: setup.weight_buffers,
         weight_buffer_bytes: 0,
-        boundaries: 0,
+        boundaries: if setup.tight { 3 } else { layers } * setup.micros as usize,
         boundary_bytes: 0,
-        gradient_bytes: usize::MAX,
+        parked: (0..layers).map(parks).collect(),
+        // Two decoder layers beside the embedding.
+        gradient_bytes: if setup.tight { 3 } else { 2 * layers },
+        layer_gradient_bytes: vec![1; layers],
+        spilled: (0..layers)
+            .map(|l| l > 0 && setup.tight && setup.policy == Policy::Deferred)
+            .collect(),
         kept: 0,
-        kept_bytes: 0,
         optimizer_chunks: 4,
-        workspace_bytes: 0,
         total_bytes: usize::MAX,
     }
 }
@@ -118,7 +126,6 @@ impl World {
             policy: setup.policy,
             micros: setup.micros,
             limits: limits(&setup),
-            step_tokens: 64,
             live: live.clone(),
         };
         let run =
@@ -227,13 +234,17 @@ impl World {
                 let time = if decoder { costs.read } else { 1 };
                 self.occupy(Resource::Disk, time, attempt, NodeEvent::Streamed { attempt, visit });
             }
+            NodeCommand::Park { attempt, layer, micro } => {
+                let event = NodeEvent::Parked { attempt, layer, micro };
+                self.occupy(Resource::Disk, 1, attempt, event);
+            }
+            NodeCommand::Unpark { attempt, layer, micro } => {
+                let event = NodeEvent::Unparked { attempt, layer, micro };
+                self.occupy(Resource::Disk, 1, attempt, event);
+            }
             NodeCommand::Compute { attempt, op, .. } => self.compute(attempt, op),
             NodeCommand::Unbind { attempt, visit } => {
                 self.occupy(Resource::Device, 0, attempt, NodeEvent::Unbound { attempt, visit });
-            }
-            NodeCommand::Measure { attempt, layer, .. } => {
-                let event = NodeEvent::Measured { attempt, layer, sum_of_squares: 1.0 };
-                self.occupy(Resource::Device, 0, attempt, event);
             }
             NodeCommand::Update { step, attempt, layer, from, to } => {
                 self.update(step, attempt, layer, from, to);
@@ -264,19 +275,21 @@ impl World {
             ComputeOp::Backward { .. } => self.setup.costs.backward / micros,
             _ => 0,
         };
-        if let ComputeOp::HeadLoss { micro } = op {
-            self.occupy(
-                Resource::Device,
-                time,
-                attempt,
-                NodeEvent::Loss { attempt, micro, loss: 1.0 },
-            );
-        } else {
-            let start = self.start_of(Resource::Device);
-            let end = start + self.vary(time);
-            self.busy_until.insert(Resource::Device, end);
-            self.in_flight_until = self.in_flight_until.max(end);
-        }
+        let event = match op {
+            ComputeOp::HeadLoss { micro } => NodeEvent::Loss { attempt, micro, loss: 1.0 },
+            ComputeOp::TakeGradient { layer, .. } => {
+                NodeEvent::Measured { attempt, layer, sum_of_squares: 1.0 }
+            }
+            _ => return self.occupy_silently(time),
+        };
+        self.occupy(Resource::Device, time, attempt, event);
+    }
+
+    /// Device work that nobody waits for by itself.
+    fn occupy_silently(&mut self, time: Time) {
+        let end = self.start_of(Resource::Device) + self.vary(time);
+        self.busy_until.insert(Resource::Device, end);
+        self.in_flight_until = self.in_flight_until.max(end);
     }
 
     fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {

@@ -27,6 +27,7 @@ mod policy;
 mod reply;
 mod report;
 mod run_actor;
+mod scratch;
 mod solo;
 mod store_actor;
 mod supervisor;

@@ -62,6 +62,16 @@ pub(crate) enum StoreRequest {
         state: Box<State>,
         reply: Reply<IoCounters>,
     },
+    WriteScratch {
+        start: u64,
+        bytes: HostBytes,
+        reply: Reply<()>,
+    },
+    ReadScratch {
+        start: u64,
+        len: usize,
+        reply: Reply<HostBytes>,
+    },
     /// Answered when nothing is in flight.
     Drain {
         reply: Reply<()>,
@@ -88,11 +98,12 @@ pub(crate) struct UpdateJob {
 /// To the optimizer actor.
 #[derive(Debug)]
 pub(crate) enum OptimizerMessage {
-    /// Take a gradient over; answers its sum of squares.
+    /// Take a gradient over, to `scratch/` if `spill`; answers its sum of squares.
     Measure {
         attempt: Attempt,
         layer: LayerId,
         gradient: Gradient,
+        spill: bool,
         reply: Reply<f64>,
     },
     /// Apply a measured gradient; answers the hashes of the new planes.
@@ -108,6 +119,12 @@ pub(crate) enum OptimizerMessage {
         job: UpdateJob,
         chunk: usize,
         result: Result<StateChunk, Failure>,
+    },
+    /// A spilled gradient's part of a chunk.
+    GradientRead {
+        job: UpdateJob,
+        chunk: usize,
+        result: Result<HostBytes, Failure>,
     },
     /// Computed and written, or one of the two failed.
     ChunkWritten {
@@ -139,6 +156,25 @@ pub(crate) enum NodeMessage {
     Weights {
         attempt: Attempt,
         visit: VisitId,
+        result: Result<HostBytes, Failure>,
+    },
+    /// A layer's input has left the device for `scratch/`.
+    Fetched {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
+        result: Result<Outcome, Failure>,
+    },
+    Parked {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
+        result: Result<(), Failure>,
+    },
+    Unparked {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
         result: Result<HostBytes, Failure>,
     },
     Computed {

@@ -18,6 +18,7 @@ use crate::messages::{
 };
 use crate::policy::{Verdict, judge};
 use crate::reply::{Failure, Reply};
+use crate::scratch::ScratchMap;
 
 mod clock;
 mod translate;
@@ -32,6 +33,7 @@ pub(crate) struct NodeArgs {
     pub(crate) directory: Directory,
     pub(crate) table: Arc<LayerTable>,
     pub(crate) config: NodeConfig,
+    pub(crate) map: Arc<ScratchMap>,
     /// Adam steps that each layer has behind it.
     pub(crate) adam_steps: Vec<u64>,
     pub(crate) faults: FaultPlan,
@@ -41,6 +43,8 @@ pub(crate) struct NodeActor {
     directory: Directory,
     table: Arc<LayerTable>,
     node: Node,
+    map: Arc<ScratchMap>,
+    input_bytes: usize,
     adam_steps: Vec<u64>,
     /// What the attempts in flight compute with, and what they reported so far.
     works: BTreeMap<Attempt, InWork>,
@@ -70,6 +74,8 @@ impl Actor for NodeActor {
     async fn on_start(args: NodeArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
         Ok(NodeActor {
             directory: args.directory,
+            map: args.map,
+            input_bytes: args.config.limits.boundary_bytes,
             node: Node::new(&args.table, args.config),
             table: args.table,
             adam_steps: args.adam_steps,
@@ -113,6 +119,22 @@ impl NodeActor {
                 let bytes = self.accept(attempt, result)?;
                 self.bind(attempt, visit, bytes);
                 Some(NodeEvent::Streamed { attempt, visit })
+            }
+            NodeMessage::Fetched { attempt, layer, micro, result } => {
+                if let Outcome::Bytes(bytes) = self.accept(attempt, result)? {
+                    self.write_input(attempt, layer, micro, bytes);
+                }
+                None
+            }
+            NodeMessage::Parked { attempt, layer, micro, result } => {
+                self.accept(attempt, result)?;
+                Some(NodeEvent::Parked { attempt, layer, micro })
+            }
+            NodeMessage::Unparked { attempt, layer, micro, result } => {
+                self.load.reads -= 1;
+                let bytes = self.accept(attempt, result)?;
+                self.put_input(layer, micro, bytes);
+                Some(NodeEvent::Unparked { attempt, layer, micro })
             }
             NodeMessage::Computed { attempt, op, result } => {
                 self.load.computing -= 1;
@@ -201,13 +223,13 @@ impl NodeActor {
                 }
                 Some(NodeEvent::Loss { attempt, micro, loss })
             }
-            (ComputeOp::TakeGradient { layer }, Outcome::Gradient(gradient)) => {
+            (ComputeOp::TakeGradient { layer, spill }, Outcome::Gradient(gradient)) => {
                 let directory = self.directory.clone();
                 let reply = Reply::new(move |result| {
                     directory.node().post(NodeMessage::Measured { attempt, layer, result });
                 });
                 self.load.optimizing += 1;
-                let request = OptimizerMessage::Measure { attempt, layer, gradient, reply };
+                let request = OptimizerMessage::Measure { attempt, layer, gradient, spill, reply };
                 self.directory.optimizer().post(request);
                 None
             }
@@ -245,8 +267,8 @@ impl NodeActor {
                 let command = Command::Unbind { id: translate::weights_id(attempt, visit) };
                 self.directory.compute().post(ComputeRequest { command, reply });
             }
-            // The gradient goes to the optimizer when the device hands it over.
-            NodeCommand::Measure { .. } => {}
+            NodeCommand::Park { attempt, layer, micro } => self.park(attempt, layer, micro),
+            NodeCommand::Unpark { attempt, layer, micro } => self.unpark(attempt, layer, micro),
             NodeCommand::Update { attempt, layer, from, to, .. } => {
                 self.update(attempt, layer, from, to);
             }
@@ -280,6 +302,41 @@ impl NodeActor {
         let command = translate::bind(attempt, visit, at, bytes);
         // A failed bind shows in the commands that need the weights.
         let reply = Reply::new(|_| {});
+        self.directory.compute().post(ComputeRequest { command, reply });
+    }
+
+    fn park(&self, attempt: Attempt, layer: LayerId, micro: Micro) {
+        let directory = self.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.node().post(NodeMessage::Fetched { attempt, layer, micro, result });
+        });
+        let command = Command::Get { id: translate::input(layer, micro) };
+        self.directory.compute().post(ComputeRequest { command, reply });
+    }
+
+    fn write_input(&self, attempt: Attempt, layer: LayerId, micro: Micro, bytes: HostBytes) {
+        let directory = self.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.node().post(NodeMessage::Parked { attempt, layer, micro, result });
+        });
+        let start = self.map.input(layer, micro);
+        self.directory.store().post(StoreRequest::WriteScratch { start, bytes, reply });
+    }
+
+    fn unpark(&mut self, attempt: Attempt, layer: LayerId, micro: Micro) {
+        self.load.reads += 1;
+        let directory = self.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.node().post(NodeMessage::Unparked { attempt, layer, micro, result });
+        });
+        let (start, len) = (self.map.input(layer, micro), self.input_bytes);
+        self.directory.store().post(StoreRequest::ReadScratch { start, len, reply });
+    }
+
+    fn put_input(&self, layer: LayerId, micro: Micro, bytes: HostBytes) {
+        // A failed put shows in the command that needs the input.
+        let reply = Reply::new(|_| {});
+        let command = Command::Put { id: translate::input(layer, micro), bytes };
         self.directory.compute().post(ComputeRequest { command, reply });
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use compute::Gradient;
 use kameo::prelude::*;
-use model::{Attempt, Budget, LayerId, LayerTable};
+use model::{Attempt, Budget, CHUNK_BYTES, LayerId, LayerTable};
 use rayon::ThreadPool;
 use store::{StateChunk, TrainingStore};
 
@@ -19,8 +19,11 @@ use crate::fault::FaultPlan;
 use crate::gate::Gate;
 use crate::messages::{OptimizerMessage, StoreRequest, UpdateJob};
 use crate::reply::{Failure, Reply};
+use crate::scratch::ScratchMap;
 
 mod chunk;
+
+use chunk::GradientPart;
 
 #[derive(Clone)]
 pub(crate) struct OptimizerArgs {
@@ -30,6 +33,7 @@ pub(crate) struct OptimizerArgs {
     pub(crate) store: Arc<TrainingStore>,
     pub(crate) budget: Budget,
     pub(crate) threads: Arc<ThreadPool>,
+    pub(crate) map: Arc<ScratchMap>,
     pub(crate) chunks_in_flight: usize,
     /// Arithmetic on the pool, which outlives the actor.
     pub(crate) gate: Gate,
@@ -38,10 +42,24 @@ pub(crate) struct OptimizerArgs {
 
 pub(crate) struct OptimizerActor {
     args: OptimizerArgs,
-    gradients: BTreeMap<(Attempt, LayerId), Arc<Gradient>>,
+    gradients: BTreeMap<(Attempt, LayerId), Held>,
+    /// Chunks that wait for their state or their gradient.
+    halves: BTreeMap<(Attempt, LayerId, usize), Half>,
     jobs: VecDeque<Progress>,
     /// Chunks between the start of their read and the end of their write.
     in_flight: usize,
+}
+
+/// Where a measured gradient waits.
+enum Held {
+    Ram(Arc<Gradient>),
+    Spilled,
+}
+
+/// What a chunk is computed from, as far as it has arrived.
+struct Half {
+    state: Option<StateChunk>,
+    gradient: Option<GradientPart>,
 }
 
 /// A layer on its way.
@@ -62,7 +80,13 @@ impl Actor for OptimizerActor {
     }
 
     async fn on_start(args: OptimizerArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
-        Ok(OptimizerActor { args, gradients: BTreeMap::new(), jobs: VecDeque::new(), in_flight: 0 })
+        Ok(OptimizerActor {
+            args,
+            gradients: BTreeMap::new(),
+            halves: BTreeMap::new(),
+            jobs: VecDeque::new(),
+            in_flight: 0,
+        })
     }
 }
 
@@ -72,11 +96,17 @@ impl Message<OptimizerMessage> for OptimizerActor {
     async fn handle(&mut self, message: OptimizerMessage, _: &mut Context<Self, ()>) {
         self.args.faults.message("optimizer");
         match message {
-            OptimizerMessage::Measure { attempt, layer, gradient, reply } => {
-                self.measure(attempt, layer, gradient, reply);
+            OptimizerMessage::Measure { attempt, layer, gradient, spill, reply } => {
+                self.measure(attempt, layer, gradient, spill, reply);
             }
             OptimizerMessage::Update { job, reply } => self.enqueue(job, reply),
-            OptimizerMessage::ChunkRead { job, chunk, result } => self.read(job, chunk, result),
+            OptimizerMessage::ChunkRead { job, chunk, result } => {
+                self.arrived(job, chunk, result, |half, state| half.state = Some(state));
+            }
+            OptimizerMessage::GradientRead { job, chunk, result } => {
+                let keep = |bytes| GradientPart::Read(bytes);
+                self.arrived(job, chunk, result, |half, b| half.gradient = Some(keep(b)));
+            }
             OptimizerMessage::ChunkWritten { job, result } => self.written(job, result),
             OptimizerMessage::Drain { reply } => self.drain(reply),
         }
@@ -85,10 +115,26 @@ impl Message<OptimizerMessage> for OptimizerActor {
 }
 
 impl OptimizerActor {
-    fn measure(&mut self, attempt: Attempt, layer: LayerId, gradient: Gradient, reply: Reply<f64>) {
-        let gradient = Arc::new(gradient);
-        self.gradients.insert((attempt, layer), Arc::clone(&gradient));
+    fn measure(
+        &mut self,
+        attempt: Attempt,
+        layer: LayerId,
+        gradient: Gradient,
+        spill: bool,
+        reply: Reply<f64>,
+    ) {
         let passage = self.args.gate.enter();
+        if spill {
+            self.gradients.insert((attempt, layer), Held::Spilled);
+            let (directory, start) = (self.args.directory.clone(), self.args.map.gradient(layer));
+            self.args.threads.spawn(move || {
+                spill_gradient(&directory, start, gradient, reply);
+                drop(passage);
+            });
+            return;
+        }
+        let gradient = Arc::new(gradient);
+        self.gradients.insert((attempt, layer), Held::Ram(Arc::clone(&gradient)));
         self.args.threads.spawn(move || {
             reply.send(Ok(chunk::sum_of_squares(&gradient)));
             drop(passage);
@@ -108,22 +154,61 @@ impl OptimizerActor {
             let (job, chunk) = (progress.job, progress.next);
             progress.next += 1;
             self.in_flight += 1;
-            let directory = self.args.directory.clone();
-            let reply = Reply::new(move |result| {
-                directory.optimizer().post(OptimizerMessage::ChunkRead { job, chunk, result });
-            });
-            let (layer, slot) = (job.layer, job.from);
-            self.args.directory.store().post(StoreRequest::ReadChunk { layer, slot, chunk, reply });
+            self.start_chunk(job, chunk);
         }
     }
 
-    fn read(&mut self, job: UpdateJob, chunk: usize, result: Result<StateChunk, Failure>) {
-        let Some(gradient) = self.gradients.get(&(job.attempt, job.layer)).cloned() else {
-            return;
+    fn start_chunk(&mut self, job: UpdateJob, chunk: usize) {
+        let gradient = match self.gradients.get(&(job.attempt, job.layer)) {
+            Some(Held::Ram(gradient)) => Some(GradientPart::Whole(Arc::clone(gradient))),
+            Some(Held::Spilled) => None,
+            None => panic!("layer {} is updated without a gradient", job.layer),
         };
-        let state = match result {
-            Ok(state) => state,
+        if gradient.is_none() {
+            self.read_gradient(job, chunk);
+        }
+        let half = Half { state: None, gradient };
+        self.halves.insert((job.attempt, job.layer, chunk), half);
+        let directory = self.args.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.optimizer().post(OptimizerMessage::ChunkRead { job, chunk, result });
+        });
+        let (layer, slot) = (job.layer, job.from);
+        self.args.directory.store().post(StoreRequest::ReadChunk { layer, slot, chunk, reply });
+    }
+
+    fn read_gradient(&self, job: UpdateJob, chunk: usize) {
+        let directory = self.args.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.optimizer().post(OptimizerMessage::GradientRead { job, chunk, result });
+        });
+        let bytes = self.args.table.layer(job.layer).elements() * 4;
+        let first = chunk * CHUNK_BYTES;
+        let start = self.args.map.gradient(job.layer) + first as u64;
+        let len = (bytes - first).min(CHUNK_BYTES);
+        self.args.directory.store().post(StoreRequest::ReadScratch { start, len, reply });
+    }
+
+    /// One of the two halves of a chunk; with both, it is computed and written on the pool.
+    fn arrived<T>(
+        &mut self,
+        job: UpdateJob,
+        chunk: usize,
+        result: Result<T, Failure>,
+        keep: impl FnOnce(&mut Half, T),
+    ) {
+        let key = (job.attempt, job.layer, chunk);
+        let Some(half) = self.halves.get_mut(&key) else { return };
+        match result {
+            Ok(value) => keep(half, value),
             Err(failure) => return self.fail(job, failure),
+        }
+        if half.state.is_none() || half.gradient.is_none() {
+            return;
+        }
+        let Some(Half { state: Some(state), gradient: Some(gradient) }) = self.halves.remove(&key)
+        else {
+            return;
         };
         let args = self.args.clone();
         let passage = self.args.gate.enter();
@@ -174,9 +259,20 @@ impl OptimizerActor {
     fn drain(&mut self, reply: Reply<()>) {
         self.jobs.clear();
         self.gradients.clear();
+        self.halves.clear();
         self.in_flight = 0;
         self.args.gate.when_empty(reply);
     }
+}
+
+/// Runs on the pool: measures a gradient and hands it to the disk.
+fn spill_gradient(directory: &Directory, start: u64, gradient: Gradient, reply: Reply<f64>) {
+    let sum = chunk::sum_of_squares(&gradient);
+    let Gradient::Dense(bytes) = gradient else {
+        panic!("rows of an embedding's gradient are never spilled")
+    };
+    let reply = Reply::new(move |result: Result<(), Failure>| reply.send(result.map(|()| sum)));
+    directory.store().post(StoreRequest::WriteScratch { start, bytes, reply });
 }
 
 /// Runs on the pool: the new state goes straight to the store, the actor hears of the write.
@@ -185,7 +281,7 @@ fn compute_and_write(
     job: UpdateJob,
     chunk: usize,
     state: StateChunk,
-    gradient: Arc<Gradient>,
+    gradient: GradientPart,
 ) {
     let directory = args.directory.clone();
     let reply = Reply::new(move |result| {

@@ -134,7 +134,7 @@ impl RunActor {
                 self.args.observer.event(&Event::Started { step, last_step });
                 Some(RunEvent::Start)
             }
-            RunMessage::BatchLoaded { step, result } => self.batch_loaded(step, result),
+            RunMessage::BatchLoaded { step, result } => Some(self.batch_loaded(step, result)),
             RunMessage::Node { report, detail } => self.node_reported(report, detail),
             RunMessage::Committed { step, result } => self.committed(step, result),
             RunMessage::CommitAgain => {
@@ -150,18 +150,14 @@ impl RunActor {
         }
     }
 
-    fn batch_loaded(
-        &mut self,
-        step: Step,
-        result: Result<LoadedBatch, Failure>,
-    ) -> Option<RunEvent> {
+    fn batch_loaded(&mut self, step: Step, result: Result<LoadedBatch, Failure>) -> RunEvent {
         match result {
             Ok(LoadedBatch { batch, next }) => {
                 self.cursors.insert(step.next(), next);
                 self.loaded = Some((step, batch));
-                Some(RunEvent::BatchLoaded { step })
+                RunEvent::BatchLoaded { step }
             }
-            Err(failure) => Some(self.give_up(failure)),
+            Err(failure) => self.give_up(failure),
         }
     }
 

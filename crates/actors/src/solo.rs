@@ -8,7 +8,7 @@ use model::{Budget, LayerTable, Limits, RunShape, Slot, Step};
 use optim::{AdamW, LrSchedule};
 use rayon::ThreadPool;
 use schedule::{NodeConfig, Policy};
-use store::TrainingStore;
+use store::{Scratch, TrainingStore};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -22,6 +22,7 @@ use crate::optimizer_actor::{OptimizerActor, OptimizerArgs};
 use crate::reply::Failure;
 use crate::report::{Observer, Summary};
 use crate::run_actor::{Clip, RunActor, RunArgs};
+use crate::scratch::ScratchMap;
 use crate::store_actor::{StoreActor, StoreArgs};
 use crate::supervisor::{Restart, supervise};
 
@@ -65,12 +66,20 @@ pub struct Solo {
 
 impl Solo {
     /// Starts all actors and the run. Must be called inside a tokio runtime.
-    pub fn start(config: SoloConfig) -> Solo {
+    ///
+    /// # Errors
+    /// `Failure::Store` if the disk has no room for what the limits keep out of RAM.
+    pub fn start(config: SoloConfig) -> Result<Solo, Failure> {
+        let map = Arc::new(ScratchMap::new(&config.limits, config.shape.micros()));
+        let scratch = match map.bytes() {
+            0 => None,
+            bytes => Some(Arc::new(config.store.scratch("spill", bytes)?)),
+        };
         let (directory, ended) = Directory::new();
-        let actors = spawn_all(&directory, config);
+        let actors = spawn_all(&directory, config, scratch, &map);
         let starting = directory.clone();
         tokio::spawn(async move { starting.run().post_when_there(RunMessage::Start).await });
-        Solo { directory, ended, actors }
+        Ok(Solo { directory, ended, actors })
     }
 
     /// Finishes what is about to commit, drops the rest, ends.
@@ -96,7 +105,12 @@ impl Solo {
     }
 }
 
-fn spawn_all(directory: &Directory, config: SoloConfig) -> Vec<JoinHandle<()>> {
+fn spawn_all(
+    directory: &Directory,
+    config: SoloConfig,
+    scratch: Option<Arc<Scratch>>,
+    map: &Arc<ScratchMap>,
+) -> Vec<JoinHandle<()>> {
     let table = Arc::new(config.store.table().clone());
     // No machine has more than this in flight: a few visits of all microbatches.
     let capacity = 1024 + 64 * config.shape.micros();
@@ -105,7 +119,7 @@ fn spawn_all(directory: &Directory, config: SoloConfig) -> Vec<JoinHandle<()>> {
         at(()),
         Directory::store,
         capacity,
-        store_args(&config),
+        store_args(&config, scratch),
         Restart::Always,
     );
     let compute = supervise::<ComputeActor, _>(
@@ -119,14 +133,14 @@ fn spawn_all(directory: &Directory, config: SoloConfig) -> Vec<JoinHandle<()>> {
         at(()),
         Directory::optimizer,
         capacity,
-        optimizer_args(directory, &config, &table),
+        optimizer_args(directory, &config, &table, map),
         Restart::Always,
     );
     let node = supervise::<NodeActor, _>(
         at(()),
         Directory::node,
         capacity,
-        node_args(directory, &config, &table),
+        node_args(directory, &config, &table, map),
         Restart::Never,
     );
     let run = supervise::<RunActor, _>(
@@ -145,9 +159,10 @@ fn spawn_all(directory: &Directory, config: SoloConfig) -> Vec<JoinHandle<()>> {
     ]
 }
 
-fn store_args(config: &SoloConfig) -> StoreArgs {
+fn store_args(config: &SoloConfig, scratch: Option<Arc<Scratch>>) -> StoreArgs {
     StoreArgs {
         store: Arc::clone(&config.store),
+        scratch,
         gate: Gate::default(),
         faults: config.faults.clone(),
     }
@@ -162,6 +177,7 @@ fn optimizer_args(
     directory: &Directory,
     config: &SoloConfig,
     table: &Arc<LayerTable>,
+    map: &Arc<ScratchMap>,
 ) -> OptimizerArgs {
     OptimizerArgs {
         directory: directory.clone(),
@@ -169,13 +185,19 @@ fn optimizer_args(
         store: Arc::clone(&config.store),
         budget: config.budget.clone(),
         threads: Arc::clone(&config.threads),
+        map: Arc::clone(map),
         chunks_in_flight: config.limits.optimizer_chunks,
         gate: Gate::default(),
         faults: config.faults.clone(),
     }
 }
 
-fn node_args(directory: &Directory, config: &SoloConfig, table: &Arc<LayerTable>) -> NodeArgs {
+fn node_args(
+    directory: &Directory,
+    config: &SoloConfig,
+    table: &Arc<LayerTable>,
+    map: &Arc<ScratchMap>,
+) -> NodeArgs {
     let state = config.store.state();
     let live: Vec<Slot> = state.layers.iter().map(|l| l.slot).collect();
     NodeArgs {
@@ -185,9 +207,9 @@ fn node_args(directory: &Directory, config: &SoloConfig, table: &Arc<LayerTable>
             policy: config.policy,
             micros: config.shape.micros() as u32,
             limits: config.limits.clone(),
-            step_tokens: config.shape.step_tokens(),
             live,
         },
+        map: Arc::clone(map),
         adam_steps: state.layers.iter().map(|l| l.t).collect(),
         faults: config.faults.clone(),
     }

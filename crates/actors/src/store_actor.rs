@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kameo::prelude::*;
-use store::{Done, TrainingStore};
+use store::{Done, Scratch, TrainingStore};
 
 use crate::fault::FaultPlan;
 use crate::gate::Gate;
@@ -18,6 +18,8 @@ pub(crate) struct StoreActor {
 #[derive(Clone)]
 pub(crate) struct StoreArgs {
     pub(crate) store: Arc<TrainingStore>,
+    /// There when the run's limits park inputs or spill gradients.
+    pub(crate) scratch: Option<Arc<Scratch>>,
     /// Outlives the actor: operations of a dead incarnation are still in flight.
     pub(crate) gate: Gate,
     pub(crate) faults: FaultPlan,
@@ -67,8 +69,21 @@ impl Message<StoreRequest> for StoreActor {
                 });
                 store.commit(*state, pass(gate, reply));
             }
+            StoreRequest::WriteScratch { start, bytes, reply } => {
+                self.scratch().write(start, bytes, pass(gate, reply));
+            }
+            StoreRequest::ReadScratch { start, len, reply } => {
+                self.scratch().read(start, len, pass(gate, reply));
+            }
             StoreRequest::Drain { reply } => gate.when_empty(reply),
         }
+    }
+}
+
+impl StoreActor {
+    fn scratch(&self) -> &Scratch {
+        let Some(scratch) = &self.args.scratch else { panic!("this run has no scratch file") };
+        scratch
     }
 }
 

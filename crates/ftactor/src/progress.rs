@@ -14,7 +14,9 @@ use crate::log::{StepLog, event_line, step_line};
 pub(crate) enum Show {
     Bar,
     Json,
+    /// The closing summary only.
     Nothing,
+    Silent,
 }
 
 /// Passes reports on: terminal, step log, metrics.
@@ -74,7 +76,7 @@ impl RunObserver {
     /// A line of its own, above the bar.
     pub(crate) fn say(&self, line: &str) {
         match self.show {
-            Show::Nothing | Show::Json => {}
+            Show::Nothing | Show::Silent | Show::Json => {}
             Show::Bar if self.bar.is_hidden() => eprintln!("{line}"),
             Show::Bar => self.bar.println(line),
         }

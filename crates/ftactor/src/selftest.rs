@@ -108,7 +108,7 @@ fn convergence(dir: &Path) -> anyhow::Result<String> {
     };
     convert::init(&what, machine::engine(0), &store, &mut |_, _| {})?;
     let args = training_args(&store, &text, &log)?;
-    solo::train(&store, &args.data, &args.options, &args, Show::Nothing)?;
+    solo::train(&store, &args.data, &args.options, &args, Show::Silent)?;
     let losses = epoch_losses(&log)?;
     let shown: Vec<String> = losses.iter().map(|l| format!("{l:.4}")).collect();
     let falls = losses.len() == EPOCHS && losses.windows(2).all(|pair| pair[1] < pair[0]);

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use actors::{ACTOR_NAMES, FaultPlan, Forward, Observer, Solo, SoloConfig, Summary};
 use anyhow::Context;
@@ -22,6 +22,8 @@ use crate::run_record::{DataFile, Defaults, RunRecord};
 use crate::{demo, machine, new_run, text};
 
 const LOCK_WAIT: Duration = Duration::from_secs(10);
+/// How long a closing run waits for threads to let go of the store.
+const LET_GO: Duration = Duration::from_secs(2);
 /// Peak learning rate for a store that names none.
 const LR: f64 = 1e-5;
 const METRICS_ADDRESS: &str = "127.0.0.1:9464";
@@ -121,7 +123,7 @@ pub(crate) fn train(
     }
     let config = ModelConfig::from_json(store.config_json())
         .with_context(|| format!("config.json of {}", dir.display()))?;
-    let record = run_record(&store, &config, data, options, args.new_run)?;
+    let record = run_record(&store, &config, data, options, args.new_run, ram_bytes)?;
     if store.state().step.0 >= record.steps {
         let step = store.state().step.0;
         store.close()?;
@@ -151,6 +153,7 @@ fn run_record(
     data: &[PathBuf],
     options: &TrainOptions,
     new_run: bool,
+    ram_bytes: usize,
 ) -> anyhow::Result<RunRecord> {
     let defaults = Defaults {
         max_positions: config.max_positions,
@@ -162,10 +165,6 @@ fn run_record(
     if data.is_empty() {
         return refuse("--data PATH is missing: there is no unfinished run to go on with");
     }
-    if store.state().step.0 > 0 {
-        println!("new run: the weights stay, moments and step numbers start at zero");
-        new_run::reset_moments(store)?;
-    }
     let shape = crate::run_record::shape(options, defaults)?;
     let (rows_file, files) = prepare_rows(store, config, data, shape.seq_len)?;
     let rows = Rows::open(store.dir().join(&rows_file))?;
@@ -176,7 +175,13 @@ fn run_record(
         return refuse("the run has no steps: give --steps or --epochs of at least 1");
     }
     let record = RunRecord::new(options, defaults, steps, files, rows_file)?;
-    record.policy(options.update)?;
+    // What cannot run is refused before anything of the old run is gone.
+    let policy = record.policy(options.update)?;
+    limits(store.table(), config, &record, policy, ram_bytes)?;
+    if store.state().step.0 > 0 {
+        eprintln!("new run: the weights stay, moments and step numbers start at zero");
+        new_run::reset_moments(store)?;
+    }
     store.write_run(&record.to_json()?)?;
     Ok(record)
 }
@@ -370,7 +375,7 @@ fn run_segments(
         let config = solo_config(session, until, observer, &faults)?;
         let summary = runtime
             .block_on(async {
-                let solo = Solo::start(config);
+                let solo = Solo::start(config)?;
                 stop_on_signals(solo.stopper());
                 solo.wait().await
             })
@@ -501,19 +506,35 @@ fn close(session: Session, summary: &Summary, show: Show) -> anyhow::Result<()> 
     let state = session.store.state();
     let state_bytes = 12 * session.store.table().elements() as u64;
     let dir = session.store.dir().to_path_buf();
-    match Arc::try_unwrap(session.store) {
-        Ok(store) => store.close().or_else(|error| match summary.end {
+    match sole_owner(session.store) {
+        Some(store) => store.close().or_else(|error| match summary.end {
             // A failed run has its own error to tell.
             End::Failed => Ok(()),
             End::Completed | End::Stopped => Err(error),
         })?,
-        Err(_) => tracing::warn!("the store is still used; its index is not rewritten"),
+        None => tracing::warn!("the store is still used; its index is not rewritten"),
     }
     match show {
         Show::Json => println!("{}", summary_json(summary, &state)),
         Show::Bar | Show::Nothing => print_summary(summary, &state, state_bytes, &dir),
+        Show::Silent => {}
     }
     Ok(())
+}
+
+/// The store, once nobody else holds it: an engine's thread lets go just after its last answer.
+fn sole_owner(mut store: Arc<TrainingStore>) -> Option<TrainingStore> {
+    let deadline = Instant::now() + LET_GO;
+    loop {
+        store = match Arc::try_unwrap(store) {
+            Ok(store) => return Some(store),
+            Err(shared) => shared,
+        };
+        if Instant::now() >= deadline {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 fn summary_json(summary: &Summary, state: &State) -> serde_json::Value {

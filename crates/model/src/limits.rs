@@ -185,39 +185,51 @@ pub struct Workspace {
     pub kept_bytes: usize,
 }
 
-/// How many buffers of each kind a run has.
+/// How many buffers of each kind a run has, and what waits on the disk instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Tiles of weights bound or on their way at once.
     pub weight_buffers: usize,
     pub weight_buffer_bytes: usize,
-    /// Boundary activations `[micro tokens, D]` that stay in RAM; the others go to `scratch/`.
+    /// Inputs of layers, `[micro tokens, D]` each, that are in RAM at once.
     pub boundaries: usize,
     pub boundary_bytes: usize,
-    /// Bytes of complete gradients that may wait in RAM for the optimizer.
+    /// By layer: its inputs wait for the backward sweep in `scratch/`.
+    pub parked: Vec<bool>,
+    /// Bytes of gradients in RAM at once, in the making or waiting for the optimizer.
     pub gradient_bytes: usize,
+    /// By layer: what its gradient takes.
+    pub layer_gradient_bytes: Vec<usize>,
+    /// By layer: its gradient waits for the optimizer in `scratch/`.
+    pub spilled: Vec<bool>,
     /// Microbatches of decoder layers whose inner activations are kept for backward.
     pub kept: usize,
-    pub kept_bytes: usize,
     /// Chunks of state the optimizer has in flight.
     pub optimizer_chunks: usize,
-    pub workspace_bytes: usize,
     pub total_bytes: usize,
 }
 
 /// Bytes of one unit of I/O and hashing, counted from the first byte of a plane.
 pub const CHUNK_BYTES: usize = 4 << 20;
-/// Chunks the optimizer needs so that reading, arithmetic and writing overlap.
-const OPTIMIZER_CHUNKS: usize = 4;
-/// Blocks per optimizer chunk: three planes in, three out.
-const CHUNK_BLOCKS: usize = 6;
+/// Fewest chunks with which reading and writing overlap with arithmetic, and how many pay.
+const OPTIMIZER_CHUNKS_MIN: usize = 2;
+const OPTIMIZER_CHUNKS_MAX: usize = 6;
+/// Blocks per optimizer chunk: three planes and a gradient in, three planes out.
+const CHUNK_BLOCKS: usize = 7;
 /// Fewest tiles with which the next one loads while one computes.
 const WEIGHT_BUFFERS_MIN: usize = 2;
 const WEIGHT_BUFFERS_MAX: usize = 4;
+/// Fewest inputs per microbatch: of the layer that computes, of the next one, and on its way to or
+/// from `scratch/`.
+const BOUNDARIES_MIN: usize = 3;
+/// Other `[micro tokens, D]` tensors per microbatch: gathered rows, the normed hidden state, its
+/// gradient, and the gradient that travels down.
+const COMPANIONS: usize = 4;
 
 impl Limits {
-    /// Shares `ram_bytes` out. Gradients come first (`keep_gradients`: all of them should wait in
-    /// RAM), then kept activations.
+    /// Shares `ram_bytes` out. What is left above the minimum goes to the inputs of layers, to the
+    /// optimizer's chunks, to gradients (`keep_gradients`: all of them have to wait for the last
+    /// one), to weight buffers, and to inner activations, in that order: by what a byte saves.
     pub fn new(
         table: &LayerTable,
         shape: RunShape,
@@ -226,88 +238,145 @@ impl Limits {
         ram_bytes: usize,
     ) -> Result<Limits, BudgetError> {
         let parts = Parts::new(table, shape, workspace);
-        let needed = parts.minimum();
-        if needed > ram_bytes {
+        let Some(mut spare) = ram_bytes.checked_sub(parts.minimum()) else {
             return Err(BudgetError::TooSmall {
                 given_bytes: ram_bytes as u64,
-                needed_bytes: needed as u64,
+                needed_bytes: parts.minimum() as u64,
                 parts: parts.describe(),
                 remedy: String::new(),
             });
-        }
-        let mut spare = ram_bytes - needed;
-        let wanted = if keep_gradients { parts.all_gradients } else { parts.gradients };
-        let gradient_bytes = parts.gradients + spare.min(wanted.saturating_sub(parts.gradients));
-        spare -= gradient_bytes - parts.gradients;
-        let extra_buffers =
-            (spare / parts.weight_buffer.max(1)).min(WEIGHT_BUFFERS_MAX - WEIGHT_BUFFERS_MIN);
-        spare -= extra_buffers * parts.weight_buffer;
-        let decoders = table.len() - 2;
-        let kept = (spare / workspace.kept_bytes.max(1)).min(decoders * shape.micros());
+        };
+        let micros = shape.micros();
+        let mut share = |each: usize, most: usize| {
+            let count = (spare / each.max(1)).min(most);
+            spare -= count * each;
+            count
+        };
+        let wanted = (table.len() - 1).saturating_sub(BOUNDARIES_MIN);
+        let kept_inputs = share(parts.boundary * micros, wanted);
+        let extra_chunks =
+            share(CHUNK_BLOCKS * parts.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
+        let waiting = if keep_gradients { parts.waiting_gradients() } else { 0 };
+        let gradient_bytes = parts.gradients() + share(1, waiting);
+        let extra_buffers = share(parts.weight_buffer, WEIGHT_BUFFERS_MAX - WEIGHT_BUFFERS_MIN);
+        let kept = share(workspace.kept_bytes, (table.len() - 2) * micros);
         Ok(Limits {
             weight_buffers: WEIGHT_BUFFERS_MIN + extra_buffers,
             weight_buffer_bytes: parts.weight_buffer,
-            boundaries: parts.boundary_count,
+            boundaries: (BOUNDARIES_MIN + kept_inputs) * micros,
             boundary_bytes: parts.boundary,
+            parked: parked(table.len(), kept_inputs),
+            spilled: parts.spilled(gradient_bytes, keep_gradients),
             gradient_bytes,
+            layer_gradient_bytes: parts.gradients,
             kept,
-            kept_bytes: workspace.kept_bytes,
-            optimizer_chunks: OPTIMIZER_CHUNKS,
-            workspace_bytes: workspace.command_bytes,
+            optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
             total_bytes: ram_bytes,
         })
     }
 }
 
+/// Inputs of the lowest layers wait longest, so they are the ones that leave RAM. `kept_inputs`
+/// layers stay besides those that are being worked on.
+fn parked(layers: usize, kept_inputs: usize) -> Vec<bool> {
+    let inputs = layers - 1;
+    let staying = kept_inputs + BOUNDARIES_MIN;
+    let parks = |layer: usize| inputs > staying && layer >= 1 && layer < layers - 1 - kept_inputs;
+    (0..layers).map(parks).collect()
+}
+
 struct Parts {
     weight_buffer: usize,
     boundary: usize,
-    boundary_count: usize,
-    /// Two gradients of the largest decoder layer, the embedding's, and the head's.
-    gradients: usize,
-    all_gradients: usize,
+    micros: usize,
+    layers: usize,
+    /// By layer.
+    gradients: Vec<usize>,
+    /// Rows of several microbatches are brought together in a copy.
+    gathered_rows: usize,
     workspace: usize,
+    /// The largest chunk of a plane.
+    chunk: usize,
 }
 
 impl Parts {
     fn new(table: &LayerTable, shape: RunShape, workspace: Workspace) -> Parts {
         let hidden = table.layer(table.head()).tensors[0].elements();
-        let boundary = shape.micro_tokens() * hidden * 4;
-        // Inputs of every layer, and per microbatch: gathered rows, normed hidden state, its
-        // gradient, and the gradient that travels down.
-        let boundary_count = (table.len() + 4) * shape.micros();
+        let mut gradients: Vec<usize> = table.layers().iter().map(|l| l.elements() * 4).collect();
+        if !table.tied() {
+            // Only rows that a step's tokens name.
+            gradients[0] = gradients[0].min(shape.step_tokens() * hidden * 4);
+        }
         Parts {
             weight_buffer: largest_tile_bytes(table),
-            boundary,
-            boundary_count,
-            gradients: resident_gradients(table, shape, hidden),
-            all_gradients: gradient_total(table, shape, hidden),
+            boundary: shape.micro_tokens() * hidden * 4,
+            micros: shape.micros(),
+            layers: table.len(),
+            gathered_rows: if table.tied() || shape.micros() == 1 { 0 } else { gradients[0] },
+            gradients,
             workspace: workspace.command_bytes,
+            chunk: table
+                .layers()
+                .iter()
+                .map(|l| l.elements() * 4)
+                .max()
+                .unwrap_or(0)
+                .min(CHUNK_BYTES),
         }
+    }
+
+    /// In the making: the embedding's, which lives through the whole backward sweep, and the
+    /// head's or two decoder layers'.
+    fn gradients(&self) -> usize {
+        let decoder = self.gradients[1..self.layers - 1].iter().max().copied().unwrap_or(0);
+        let head = self.gradients[self.layers - 1];
+        self.gradients[0] + self.gathered_rows + (2 * decoder).max(head)
+    }
+
+    /// All but the embedding's.
+    fn waiting_gradients(&self) -> usize {
+        self.gradients[1..].iter().sum()
+    }
+
+    /// Gradients that have no room to wait beside those in the making, from the head down.
+    fn spilled(&self, gradient_bytes: usize, keep_gradients: bool) -> Vec<bool> {
+        let mut room = gradient_bytes - self.gradients();
+        let mut spilled = vec![false; self.layers];
+        for layer in (1..self.layers).rev().filter(|_| keep_gradients) {
+            let bytes = self.gradients[layer];
+            spilled[layer] = bytes > room;
+            room -= if spilled[layer] { 0 } else { bytes };
+        }
+        spilled
+    }
+
+    fn boundaries(&self) -> usize {
+        let inputs = BOUNDARIES_MIN.min(self.layers - 1);
+        (inputs + COMPANIONS) * self.micros * self.boundary
+    }
+
+    fn optimizer(&self) -> usize {
+        OPTIMIZER_CHUNKS_MIN * CHUNK_BLOCKS * self.chunk
     }
 
     fn minimum(&self) -> usize {
         WEIGHT_BUFFERS_MIN * self.weight_buffer
-            + self.boundary_count * self.boundary
-            + self.gradients
+            + self.boundaries()
+            + self.gradients()
             + self.workspace
-            + optimizer_bytes()
+            + self.optimizer()
     }
 
     fn describe(&self) -> String {
         format!(
-            "weights {}, boundary activations {}, gradients {}, compute {}, optimizer {}",
+            "weights {}, activations {}, gradients {}, compute {}, optimizer {}",
             WEIGHT_BUFFERS_MIN * self.weight_buffer,
-            self.boundary_count * self.boundary,
-            self.gradients,
+            self.boundaries(),
+            self.gradients(),
             self.workspace,
-            optimizer_bytes(),
+            self.optimizer(),
         )
     }
-}
-
-fn optimizer_bytes() -> usize {
-    OPTIMIZER_CHUNKS * CHUNK_BLOCKS * CHUNK_BYTES
 }
 
 fn largest_tile_bytes(table: &LayerTable) -> usize {
@@ -319,23 +388,6 @@ fn largest_tile_bytes(table: &LayerTable) -> usize {
         .map(|t| t.f32_bytes())
         .max()
         .unwrap_or(0)
-}
-
-/// Gradient of the embedding: all rows when tied, else the rows a step can touch.
-fn embedding_gradient_bytes(table: &LayerTable, shape: RunShape, hidden: usize) -> usize {
-    let all = table.layer(table.embedding()).elements() * 4;
-    if table.tied() { all } else { all.min(shape.step_tokens() * hidden * 4) }
-}
-
-fn resident_gradients(table: &LayerTable, shape: RunShape, hidden: usize) -> usize {
-    let decoder = table.layers()[1..table.len() - 1].iter().map(|l| l.elements() * 4).max();
-    let head = table.layer(table.head()).elements() * 4;
-    2 * decoder.unwrap_or(0) + head + embedding_gradient_bytes(table, shape, hidden)
-}
-
-fn gradient_total(table: &LayerTable, shape: RunShape, hidden: usize) -> usize {
-    let above: usize = table.layers()[1..].iter().map(|l| l.elements() * 4).sum();
-    above + embedding_gradient_bytes(table, shape, hidden)
 }
 
 #[cfg(test)]

@@ -2,7 +2,8 @@
 //!
 //! Invariants:
 //! - weights on their way or bound never exceed `Limits::weight_buffers`;
-//! - gradients reserved and not yet spilled or applied never exceed `Limits::gradient_bytes`;
+//! - gradients reserved and not yet spilled or applied never exceed `Limits::gradient_bytes`, nor
+//!   inputs of layers `Limits::boundaries`;
 //! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
 //! - updates of a step are issued only when the step before is durable, into slots that are not
 //!   live;
@@ -14,7 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 use model::{Attempt, LayerId, LayerTable, Limits, Micro, Slot, Step, TileSpec};
 
 use crate::visits::ops;
-use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, sweep};
+use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, VisitKind, sweep};
 
 mod pass;
 mod tail;
@@ -37,8 +38,6 @@ pub struct NodeConfig {
     pub policy: Policy,
     pub micros: u32,
     pub limits: Limits,
-    /// Tokens of a step: bounds an untied embedding's gradient.
-    pub step_tokens: usize,
     /// Live slot of each layer.
     pub live: Vec<Slot>,
 }
@@ -61,6 +60,18 @@ pub enum NodeEvent {
     Unbound {
         attempt: Attempt,
         visit: VisitId,
+    },
+    /// A layer's input has left RAM for `scratch/`.
+    Parked {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
+    },
+    /// A layer's input is back and on its way to the device.
+    Unparked {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
     },
     Loss {
         attempt: Attempt,
@@ -110,6 +121,18 @@ pub enum NodeCommand {
         tile: TileSpec,
         slot: Slot,
     },
+    /// Move a layer's input from the device to `scratch/`, once what was enqueued is done with it.
+    Park {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
+    },
+    /// Move it back.
+    Unpark {
+        attempt: Attempt,
+        layer: LayerId,
+        micro: Micro,
+    },
     /// `visit` names the weights, if the operation has any.
     Compute {
         attempt: Attempt,
@@ -119,12 +142,6 @@ pub enum NodeCommand {
     Unbind {
         attempt: Attempt,
         visit: VisitId,
-    },
-    /// Square-sum the gradient that `TakeGradient` brings; `spill` it to `scratch/` if told so.
-    Measure {
-        attempt: Attempt,
-        layer: LayerId,
-        spill: bool,
     },
     /// Run the optimizer on a layer, from its live slot into the other one.
     Update {
@@ -150,10 +167,6 @@ pub enum NodeCommand {
 pub struct Node {
     config: NodeConfig,
     visits: Vec<Visit>,
-    /// Bytes of each layer's gradient.
-    gradient_bytes: Vec<usize>,
-    /// Whether a layer's gradient goes to `scratch/` while it waits.
-    spilled: Vec<bool>,
     live: Vec<Slot>,
     pass: Option<Pass>,
     /// Steps being updated and committed, oldest first; only the first one may write.
@@ -166,12 +179,8 @@ pub struct Node {
 impl Node {
     /// A node at rest.
     pub fn new(table: &LayerTable, config: NodeConfig) -> Node {
-        let gradient_bytes = gradient_bytes(table, config.step_tokens);
-        let spilled = spilled(&gradient_bytes, &config);
         Node {
             visits: sweep(table),
-            gradient_bytes,
-            spilled,
             live: config.live.clone(),
             config,
             pass: None,
@@ -226,7 +235,17 @@ impl Node {
             NodeEvent::Streamed { attempt, visit } if attempt == pass.attempt => {
                 pass.streamed(visit);
             }
-            NodeEvent::Unbound { attempt, .. } if attempt == pass.attempt => pass.unbound(),
+            NodeEvent::Unbound { attempt, visit } if attempt == pass.attempt => {
+                let consumes = matches!(
+                    self.visits[visit.0 as usize].kind,
+                    VisitKind::Backward | VisitKind::HeadNormBackward
+                );
+                pass.unbound(if consumes { self.config.micros as usize } else { 0 });
+            }
+            NodeEvent::Parked { attempt, .. } if attempt == pass.attempt => pass.free_inputs(1),
+            NodeEvent::Unparked { attempt, layer, .. } if attempt == pass.attempt => {
+                pass.unparked(layer);
+            }
             NodeEvent::Loss { attempt, micro, loss } if attempt == pass.attempt => {
                 pass.loss(micro, loss);
             }
@@ -274,7 +293,7 @@ impl Node {
     fn measured(&mut self, attempt: Attempt, layer: LayerId, sum_of_squares: f64) {
         let Some(pass) = self.pass.as_mut().filter(|p| p.attempt == attempt) else { return };
         pass.measured(layer, sum_of_squares);
-        if self.spilled[layer.index()] {
+        if self.config.limits.spilled[layer.index()] {
             self.reserved.remove(&(attempt, layer));
         }
         if self.config.policy == Policy::Fused {
@@ -318,69 +337,100 @@ impl Node {
         }
     }
 
-    /// The reads of the next visit, if a buffer is free and the weights are written.
+    /// The reads of the next visit, if there is room for them and the weights are written.
     fn next_stream(&mut self) -> Option<Vec<NodeCommand>> {
         let pass = self.pass.as_ref()?;
-        let (index, step, attempt) = (pass.next_stream, pass.step, pass.attempt);
-        let commands = match &self.visits.get(index)?.need {
+        let (step, attempt) = (pass.step, pass.attempt);
+        let id = VisitId(pass.next_stream as u32);
+        let visit = self.visits.get(pass.next_stream)?;
+        let micros = self.config.micros;
+        let unparks = self.unparks(visit);
+        let room = pass.inputs + if unparks { micros as usize } else { 0 };
+        if room > self.config.limits.boundaries {
+            return None;
+        }
+        let mut commands = match &visit.need {
             Need::Nothing => Vec::new(),
             Need::EmbeddingRows => {
-                let layer = self.visits[index].layer;
+                let layer = visit.layer;
                 let slot = self.newest(step, layer)?;
                 let gather = |m| NodeCommand::Gather { attempt, micro: Micro(m), layer, slot };
-                (0..self.config.micros).map(gather).collect()
+                (0..micros).map(gather).collect()
             }
             Need::Tile(tile) => {
                 if pass.buffers >= self.config.limits.weight_buffers {
                     return None;
                 }
-                let slot = self.newest(step, tile.source)?;
-                let visit = VisitId(index as u32);
-                vec![NodeCommand::StreamIn {
-                    attempt,
-                    visit,
-                    layer: tile.source,
-                    tile: tile.clone(),
-                    slot,
-                }]
+                let (layer, slot) = (tile.source, self.newest(step, tile.source)?);
+                vec![NodeCommand::StreamIn { attempt, visit: id, layer, tile: tile.clone(), slot }]
             }
         };
-        let takes_buffer = matches!(self.visits[index].need, Need::Tile(_));
-        self.pass.as_mut()?.stream_issued(takes_buffer);
+        if unparks {
+            let layer = visit.layer;
+            let unpark = |m| NodeCommand::Unpark { attempt, layer, micro: Micro(m) };
+            commands.extend((0..micros).map(unpark));
+        }
+        let takes_buffer = matches!(visit.need, Need::Tile(_));
+        self.pass.as_mut()?.stream_issued(takes_buffer, if unparks { micros as usize } else { 0 });
         Some(commands)
+    }
+
+    /// Whether the visit's input has to come back from `scratch/`.
+    fn unparks(&self, visit: &Visit) -> bool {
+        visit.kind == VisitKind::Backward && self.config.limits.parked[visit.layer.index()]
+    }
+
+    /// Inputs of the next layer that the visit brings into being.
+    fn new_inputs(&self, visit: &Visit) -> usize {
+        match visit.kind {
+            VisitKind::Embed | VisitKind::Forward => self.config.micros as usize,
+            _ => 0,
+        }
     }
 
     fn compute(&mut self, out: &mut Vec<NodeCommand>) {
         while self.next_visit(out).is_some() {}
     }
 
-    /// Enqueues the next visit's work, if its weights are there and its gradient has room. The
-    /// device runs in order, so what the visit needs of earlier ones is done by then.
+    /// Enqueues the next visit's work, if its weights and inputs are there and what it brings
+    /// into being has room. The device runs in order, so what it needs of earlier visits is done
+    /// by then.
     fn next_visit(&mut self, out: &mut Vec<NodeCommand>) -> Option<()> {
         let pass = self.pass.as_ref()?;
-        let (index, attempt) = (pass.next_compute, pass.attempt);
-        let visit = self.visits.get(index)?.clone();
-        let id = VisitId(index as u32);
-        let ready = match visit.need {
+        let attempt = pass.attempt;
+        let id = VisitId(pass.next_compute as u32);
+        let visit = self.visits.get(pass.next_compute)?.clone();
+        let streamed = match visit.need {
             Need::Nothing => true,
             Need::EmbeddingRows => pass.all_rows_ready(),
             Need::Tile(_) => pass.is_streamed(id),
         };
-        if !ready || !self.reserve(attempt, &visit) {
+        let unparked = !self.unparks(&visit) || pass.is_unparked(visit.layer);
+        let new_inputs = self.new_inputs(&visit);
+        let room = pass.inputs + new_inputs <= self.config.limits.boundaries;
+        if !(streamed && unparked && room && self.reserve(attempt, &visit)) {
             return None;
         }
+        let pass = self.pass.as_mut()?;
+        pass.next_compute += 1;
+        pass.inputs += new_inputs;
+        self.enqueue(attempt, id, &visit, out);
+        Some(())
+    }
+
+    fn enqueue(&self, attempt: Attempt, id: VisitId, visit: &Visit, out: &mut Vec<NodeCommand>) {
+        let (layer, micros) = (visit.layer, self.config.micros);
         let keep = |layer, micro| self.keeps(layer, micro);
         let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
-        out.extend(ops(&visit, self.config.micros, keep).into_iter().map(compute));
-        if visit.completes_gradient() {
-            let spill = self.spilled[visit.layer.index()];
-            out.push(NodeCommand::Measure { attempt, layer: visit.layer, spill });
+        let spill = |layer: LayerId| self.config.limits.spilled[layer.index()];
+        out.extend(ops(visit, micros, keep, spill).into_iter().map(compute));
+        if visit.kind == VisitKind::Forward && self.config.limits.parked[layer.index()] {
+            let park = |m| NodeCommand::Park { attempt, layer, micro: Micro(m) };
+            out.extend((0..micros).map(park));
         }
         if matches!(visit.need, Need::Tile(_)) {
             out.push(NodeCommand::Unbind { attempt, visit: id });
         }
-        self.pass.as_mut()?.next_compute += 1;
-        Some(())
     }
 
     /// Layers nearest to the turn are kept: all cost the same to recompute, these are held
@@ -396,7 +446,7 @@ impl Node {
         if self.reserved.contains_key(&(attempt, layer)) {
             return true;
         }
-        let bytes = self.gradient_bytes[layer.index()];
+        let bytes = self.config.limits.layer_gradient_bytes[layer.index()];
         let used: usize = self.reserved.values().sum();
         if used + bytes > self.config.limits.gradient_bytes {
             return false;
@@ -429,35 +479,4 @@ impl Node {
             out.push(NodeCommand::Sync { attempt, slots });
         }
     }
-}
-
-fn gradient_bytes(table: &LayerTable, step_tokens: usize) -> Vec<usize> {
-    let mut bytes: Vec<usize> = table.layers().iter().map(|l| l.elements() * 4).collect();
-    if !table.tied() {
-        let width = table.layer(table.embedding()).tensors[0].shape[1];
-        bytes[0] = bytes[0].min(step_tokens * width * 4);
-    }
-    bytes
-}
-
-/// Deferred gradients wait in memory in the order they become complete, while there is room for
-/// them beside those in the making: two decoder layers', the head's and the embedding's.
-fn spilled(gradient_bytes: &[usize], config: &NodeConfig) -> Vec<bool> {
-    let last = gradient_bytes.len() - 1;
-    let largest = gradient_bytes[1..last].iter().max().copied().unwrap_or(0);
-    let mut room = config
-        .limits
-        .gradient_bytes
-        .saturating_sub(2 * largest + gradient_bytes[0] + gradient_bytes[last]);
-    let mut spilled = vec![false; gradient_bytes.len()];
-    if config.policy == Policy::Fused {
-        return spilled;
-    }
-    for i in (1..last).rev() {
-        spilled[i] = gradient_bytes[i] > room;
-        if !spilled[i] {
-            room -= gradient_bytes[i];
-        }
-    }
-    spilled
 }

@@ -66,16 +66,41 @@ impl Visit {
 /// One command for the compute device, tensors named by layer and microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComputeOp {
-    Embed { micro: Micro },
-    Forward { layer: LayerId, micro: Micro, keep: bool },
-    HeadNorm { micro: Micro },
-    HeadScore { micro: Micro },
-    HeadLoss { micro: Micro },
-    HeadBackward { micro: Micro },
-    HeadNormBackward { micro: Micro },
-    Backward { layer: LayerId, micro: Micro },
-    EmbedBackward { micro: Micro },
-    TakeGradient { layer: LayerId },
+    Embed {
+        micro: Micro,
+    },
+    Forward {
+        layer: LayerId,
+        micro: Micro,
+        keep: bool,
+    },
+    HeadNorm {
+        micro: Micro,
+    },
+    HeadScore {
+        micro: Micro,
+    },
+    HeadLoss {
+        micro: Micro,
+    },
+    HeadBackward {
+        micro: Micro,
+    },
+    HeadNormBackward {
+        micro: Micro,
+    },
+    Backward {
+        layer: LayerId,
+        micro: Micro,
+    },
+    EmbedBackward {
+        micro: Micro,
+    },
+    /// The layer's gradient is complete: move it to the host, and on to `scratch/` if `spill`.
+    TakeGradient {
+        layer: LayerId,
+        spill: bool,
+    },
 }
 
 /// All visits of one step, forward then backward.
@@ -107,11 +132,13 @@ fn head_visits(table: &LayerTable) -> Vec<Visit> {
     scores.chain(turn).chain(backward).collect()
 }
 
-/// The device's work at `visit`, in order. `keep` says which inner activations stay in memory.
+/// The device's work at `visit`, in order. `keep` says which inner activations stay in memory,
+/// `spill` which gradients do not.
 pub(crate) fn ops(
     visit: &Visit,
     micros: u32,
     keep: impl Fn(LayerId, Micro) -> bool,
+    spill: impl Fn(LayerId) -> bool,
 ) -> Vec<ComputeOp> {
     let layer = visit.layer;
     let each = |op: &dyn Fn(Micro) -> ComputeOp| (0..micros).map(|m| op(Micro(m))).collect();
@@ -138,7 +165,7 @@ pub(crate) fn ops(
         VisitKind::EmbedBackward => each(&|micro| ComputeOp::EmbedBackward { micro }),
     };
     if visit.completes_gradient() {
-        ops.push(ComputeOp::TakeGradient { layer });
+        ops.push(ComputeOp::TakeGradient { layer, spill: spill(layer) });
     }
     ops
 }

@@ -410,16 +410,11 @@ impl TrainingStore {
         })
     }
 
-    /// Allocates `regions` regions of `region_bytes` in `scratch/`. Blocks.
-    pub fn scratch(
-        &self,
-        name: &str,
-        region_bytes: usize,
-        regions: usize,
-    ) -> Result<Scratch, StoreError> {
+    /// Allocates a file of `bytes` in `scratch/`. Blocks.
+    pub fn scratch(&self, name: &str, bytes: u64) -> Result<Scratch, StoreError> {
         let io = Arc::clone(&self.inner.io);
         let dir = self.inner.dir.join(SCRATCH_DIR);
-        Scratch::create(io, &dir, name, region_bytes, regions, self.inner.budget.clone())
+        Scratch::create(io, &dir, name, bytes, self.inner.budget.clone())
     }
 
     /// Ends a run cleanly: the directory is a Hugging Face checkpoint of the last commit. Blocks.

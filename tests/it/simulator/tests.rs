@@ -13,6 +13,7 @@ fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
         micros: 2,
         policy,
         weight_buffers,
+        tight: false,
         steps: 4,
         costs: Costs {
             read: 4 * UNIT,
@@ -55,8 +56,8 @@ fn without_prefetch_the_bound_is_missed() {
 fn every_policy_and_shape_commits_every_step() {
     for policy in [Policy::Fused, Policy::Deferred] {
         for tied in [true, false] {
-            for micros in [1, 3] {
-                let setup = Setup { tied, micros, layers: 2, ..balanced(policy, 2) };
+            for (micros, tight) in [(1, false), (3, false), (1, true), (3, true)] {
+                let setup = Setup { tied, micros, tight, layers: 5, ..balanced(policy, 2) };
                 let mut world = World::new(setup);
                 assert_eq!(world.run(), End::Completed);
                 assert_eq!((world.durable_at.len(), world.aborts), (4, 0));
@@ -73,6 +74,7 @@ fn faults_cost_attempts_and_never_a_committed_step() {
         let mut world = World::new(Setup {
             layers: 1 + seed as usize % 4,
             tied: seed % 3 == 0,
+            tight: seed % 5 < 2,
             micros: 1 + seed as u32 % 3,
             steps: 6,
             faults_per_million: 8_000,

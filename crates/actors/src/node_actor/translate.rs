@@ -29,6 +29,11 @@ pub(super) fn weights_id(attempt: Attempt, visit: VisitId) -> WeightsId {
     WeightsId(attempt.0 << 32 | u64::from(visit.0))
 }
 
+/// The device's name for a layer's input.
+pub(super) fn input(layer: LayerId, micro: Micro) -> TensorId {
+    tensor(Kind::Input, layer, micro)
+}
+
 pub(super) fn bind(attempt: Attempt, visit: VisitId, at: &Visit, bytes: HostBytes) -> Command {
     let tile = match &at.need {
         Need::Tile(tile) => tile.id,
@@ -45,7 +50,6 @@ pub(super) fn commands(
     head: LayerId,
     rows: &mut BTreeMap<Micro, HostBytes>,
 ) -> Vec<Command> {
-    let input = |layer, micro| tensor(Kind::Input, layer, micro);
     let input_gradient = |layer, micro| tensor(Kind::InputGradient, layer, micro);
     let hidden = |micro| tensor(Kind::Hidden, head, micro);
     let hidden_gradient = |micro| tensor(Kind::HiddenGradient, head, micro);
@@ -109,6 +113,6 @@ pub(super) fn commands(
             tokens: Arc::clone(&batch.micro(micro).tokens),
             dy: input_gradient(LayerId(1), micro),
         }],
-        ComputeOp::TakeGradient { layer } => vec![Command::TakeGradient { layer }],
+        ComputeOp::TakeGradient { layer, .. } => vec![Command::TakeGradient { layer }],
     }
 }

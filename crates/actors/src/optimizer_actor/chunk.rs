@@ -1,6 +1,7 @@
 //! The arithmetic on one chunk of a layer: update and hash; and the norm of a gradient.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use compute::Gradient;
 use model::{Budget, CHUNK_BYTES, HostBytes, LayerSpec};
@@ -20,6 +21,13 @@ const NORM_PIECE: usize = 64 * optim::BLOCK_ELEMENTS;
 pub(super) struct ChunkOutput {
     pub(super) bytes: StateChunk,
     pub(super) hashes: [u64; 3],
+}
+
+/// The gradient a chunk is updated with.
+pub(super) enum GradientPart {
+    Whole(Arc<Gradient>),
+    /// The chunk's own elements, read back from `scratch/`.
+    Read(HostBytes),
 }
 
 /// Sum of squares over a fixed tree, independent of the number of threads.
@@ -47,7 +55,7 @@ pub(super) fn update(
     chunk: usize,
     prepared: &Prepared,
     state: &StateChunk,
-    gradient: &Gradient,
+    gradient: &GradientPart,
     budget: &Budget,
 ) -> Result<ChunkOutput, Failure> {
     let block = || budget.block(state.weight.len());
@@ -61,17 +69,19 @@ pub(super) fn update(
         }
         let local = part.start - start..part.end - start;
         let decay = tensor.decays();
-        match gradient {
-            Gradient::Dense(values) => {
-                let grad = &values.f32s()[part];
-                let (input, output) = slices(state, &mut new, local, grad);
-                optim::update(prepared, decay, input, output);
-            }
-            Gradient::Rows { ids, width, values } => {
-                let rows = Rows { ids, width: *width, values: values.f32s() };
-                rows.update(prepared, decay, state, &mut new, part, start);
-            }
-        }
+        let dense = match gradient {
+            GradientPart::Read(values) => &values.f32s()[local.clone()],
+            GradientPart::Whole(whole) => match &**whole {
+                Gradient::Dense(values) => &values.f32s()[part],
+                Gradient::Rows { ids, width, values } => {
+                    let rows = Rows { ids, width: *width, values: values.f32s() };
+                    rows.update(prepared, decay, state, &mut new, part, start);
+                    continue;
+                }
+            },
+        };
+        let (input, output) = slices(state, &mut new, local, dense);
+        optim::update(prepared, decay, input, output);
     }
     let hashes = new.hashes();
     Ok(ChunkOutput { bytes: new, hashes })

@@ -30,13 +30,53 @@ fn a_budget_too_small_names_what_is_needed_and_that_suffices() {
 }
 
 #[test]
-fn spare_memory_goes_to_gradients_then_to_kept_activations() {
-    let table = table(4, false);
-    let limits = Limits::new(&table, SHAPE, WORKSPACE, true, 1 << 30).unwrap();
-    let all: usize = table.layers()[1..].iter().map(|l| l.elements() * 4).sum();
-    assert!(limits.gradient_bytes >= all);
+fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
+    let needed = |layers| match Limits::new(&table(layers, true), SHAPE, WORKSPACE, true, 0) {
+        Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(needed(6), needed(180));
+    let limits = Limits::new(&table(6, true), SHAPE, WORKSPACE, true, needed(6)).unwrap();
+    assert_eq!(limits.boundaries, 3 * SHAPE.micros());
+    assert_eq!(limits.parked, [false, true, true, true, true, true, true, false]);
+    assert_eq!(limits.spilled, [false, true, true, true, true, true, true, true]);
+}
+
+#[test]
+fn spare_memory_keeps_everything() {
+    let limits = Limits::new(&table(4, false), SHAPE, WORKSPACE, true, 1 << 30).unwrap();
+    assert!(!limits.parked.contains(&true) && !limits.spilled.contains(&true));
     assert_eq!(limits.kept, 4 * SHAPE.micros());
     assert_eq!(limits.weight_buffers, WEIGHT_BUFFERS_MAX);
+}
+
+#[test]
+fn without_waiting_gradients_nothing_spills() {
+    let table = table(6, false);
+    let Err(BudgetError::TooSmall { needed_bytes, .. }) =
+        Limits::new(&table, SHAPE, WORKSPACE, false, 0)
+    else {
+        panic!("accepted")
+    };
+    let limits = Limits::new(&table, SHAPE, WORKSPACE, false, needed_bytes as usize).unwrap();
+    assert!(!limits.spilled.contains(&true));
+}
+
+#[test]
+fn what_stays_in_memory_fits_the_limit() {
+    let table = table(9, true);
+    let mut last = None;
+    for ram_bytes in (0..24 << 20).step_by(100_000) {
+        let Ok(limits) = Limits::new(&table, SHAPE, WORKSPACE, true, ram_bytes) else { continue };
+        let sum: usize =
+            (1..11).filter(|&l| !limits.spilled[l]).map(|l| limits.layer_gradient_bytes[l]).sum();
+        let making = limits.layer_gradient_bytes[0] + 2 * limits.layer_gradient_bytes[1];
+        assert!(sum + making <= limits.gradient_bytes, "{ram_bytes}");
+        let inputs = limits.parked[1..].iter().filter(|p| !**p).count() * SHAPE.micros();
+        assert!(inputs <= limits.boundaries, "{ram_bytes}");
+        last = Some(limits);
+    }
+    assert!(last.is_some_and(|l| !l.spilled.contains(&true)));
 }
 
 #[test]

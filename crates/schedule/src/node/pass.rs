@@ -14,7 +14,11 @@ pub(super) struct Pass {
     pub(super) next_compute: usize,
     /// Weight buffers in use: on their way or bound.
     pub(super) buffers: usize,
+    /// Inputs of layers in RAM: made or on their way back, not yet used up or parked.
+    pub(super) inputs: usize,
     streamed: Vec<VisitId>,
+    /// Microbatches of each layer whose input has come back.
+    unparked: Vec<u32>,
     rows_ready: Vec<bool>,
     losses: Vec<Option<f64>>,
     sums: Vec<Option<f64>>,
@@ -28,16 +32,19 @@ impl Pass {
             next_stream: 0,
             next_compute: 0,
             buffers: 0,
+            inputs: 0,
             streamed: Vec::new(),
+            unparked: vec![0; layers],
             rows_ready: vec![false; micros as usize],
             losses: vec![None; micros as usize],
             sums: vec![None; layers],
         }
     }
 
-    pub(super) fn stream_issued(&mut self, takes_buffer: bool) {
+    pub(super) fn stream_issued(&mut self, takes_buffer: bool, inputs: usize) {
         self.next_stream += 1;
         self.buffers += usize::from(takes_buffer);
+        self.inputs += inputs;
     }
 
     pub(super) fn streamed(&mut self, visit: VisitId) {
@@ -48,11 +55,26 @@ impl Pass {
         self.streamed.contains(&visit)
     }
 
-    pub(super) fn unbound(&mut self) {
+    /// The device is done with a visit's weights and has used `inputs` up.
+    pub(super) fn unbound(&mut self, inputs: usize) {
         assert!(self.buffers > 0, "a weight buffer was returned twice");
         self.buffers -= 1;
+        self.free_inputs(inputs);
         let computed = self.next_compute as u32;
         self.streamed.retain(|v| v.0 >= computed);
+    }
+
+    pub(super) fn free_inputs(&mut self, inputs: usize) {
+        assert!(self.inputs >= inputs, "an input was returned twice");
+        self.inputs -= inputs;
+    }
+
+    pub(super) fn unparked(&mut self, layer: LayerId) {
+        self.unparked[layer.index()] += 1;
+    }
+
+    pub(super) fn is_unparked(&self, layer: LayerId) -> bool {
+        self.unparked[layer.index()] as usize == self.losses.len()
     }
 
     pub(super) fn rows_ready(&mut self, micro: Micro) {

@@ -217,27 +217,28 @@ fn run_json_is_replaced_whole() {
 }
 
 #[test]
-fn scratch_keeps_regions_apart_and_leaves_nothing() {
+fn scratch_keeps_places_apart_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let engines = [(memory_engine(), DIR.into()), (mmap_engine(2, false), dir.path().join("s"))];
     for (io, dir) in engines {
         create_store(&io, &dir, CONFIG).unwrap();
         let (store, _) = open(&io, &dir).unwrap();
-        let region_bytes = (4 << 20) + 100;
-        let scratch = store.scratch("boundaries", region_bytes, 2).unwrap();
-        for region in 0..2 {
-            let mut block = model::HostBytes::zeroed(region_bytes);
-            block.bytes_mut().fill(region as u8 + 1);
-            blocking(|done| scratch.write(region, block, done)).unwrap();
+        let (len, stride) = ((4 << 20) + 100, (4 << 20) + 4096);
+        let scratch = store.scratch("boundaries", 2 * stride).unwrap();
+        for place in 0..2u8 {
+            let mut block = model::HostBytes::zeroed(len);
+            block.bytes_mut().fill(place + 1);
+            blocking(|done| scratch.write(u64::from(place) * stride, block, done)).unwrap();
         }
-        for region in 0..2 {
-            let block = blocking(|done| scratch.read(region, region_bytes, done)).unwrap();
-            assert!(block.is_writable() && block.bytes().iter().all(|&b| b == region as u8 + 1));
+        for place in 0..2u8 {
+            let start = u64::from(place) * stride;
+            let block = blocking(|done| scratch.read(start, len, done)).unwrap();
+            assert!(block.is_writable() && block.bytes().iter().all(|&b| b == place + 1));
         }
         assert_eq!(io.list(&dir.join("scratch")).unwrap(), ["boundaries"]);
         drop(scratch);
         assert!(io.list(&dir.join("scratch")).unwrap().is_empty());
-        std::mem::forget(store.scratch("left", 4096, 1).unwrap());
+        std::mem::forget(store.scratch("left", 4096).unwrap());
         drop(store);
         let (_store, _) = open(&io, &dir).unwrap();
         assert!(io.list(&dir.join("scratch")).unwrap().is_empty());
