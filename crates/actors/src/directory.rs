@@ -13,15 +13,19 @@ use crate::{Failure, Summary};
 const MOVE_IN_POLL: Duration = Duration::from_millis(1);
 
 /// The current address of one actor.
-#[derive(Debug)]
 pub(crate) struct Place<M: Send + 'static> {
     tenant: RwLock<Tenant<M>>,
 }
 
-#[derive(Debug)]
+/// Counts the messages that wait in an actor's mailbox.
+pub(crate) type Depth = Box<dyn Fn() -> usize + Send + Sync>;
+
 enum Tenant<M: Send + 'static> {
     Nobody,
-    Actor(Recipient<M>),
+    Actor {
+        recipient: Recipient<M>,
+        depth: Depth,
+    },
     /// The run is over: nobody moves in any more.
     Closed,
 }
@@ -34,11 +38,11 @@ impl<M: Send + 'static> Default for Place<M> {
 
 impl<M: Send + 'static> Place<M> {
     /// False when the place is closed.
-    pub(crate) fn set(&self, recipient: Recipient<M>) -> bool {
+    pub(crate) fn set(&self, recipient: Recipient<M>, depth: Depth) -> bool {
         let mut tenant = self.tenant.write().unwrap_or_else(PoisonError::into_inner);
         let open = !matches!(*tenant, Tenant::Closed);
         if open {
-            *tenant = Tenant::Actor(recipient);
+            *tenant = Tenant::Actor { recipient, depth };
         }
         open
     }
@@ -55,14 +59,6 @@ impl<M: Send + 'static> Place<M> {
         *self.tenant.write().unwrap_or_else(PoisonError::into_inner) = Tenant::Closed;
     }
 
-    /// Delivers once somebody has moved in; not at all if the place is closed before.
-    pub(crate) async fn post_when_there(&self, message: M) {
-        while self.is_empty() {
-            tokio::time::sleep(MOVE_IN_POLL).await;
-        }
-        self.post(message);
-    }
-
     fn is_empty(&self) -> bool {
         matches!(*self.tenant.read().unwrap_or_else(PoisonError::into_inner), Tenant::Nobody)
     }
@@ -71,7 +67,7 @@ impl<M: Send + 'static> Place<M> {
     /// answers `Lost`.
     pub(crate) fn post(&self, message: M) {
         let recipient = match &*self.tenant.read().unwrap_or_else(PoisonError::into_inner) {
-            Tenant::Actor(recipient) => recipient.clone(),
+            Tenant::Actor { recipient, .. } => recipient.clone(),
             Tenant::Nobody | Tenant::Closed => return,
         };
         if let Err(SendError::MailboxFull(message)) = recipient.tell(message).try_send() {
@@ -84,12 +80,12 @@ impl<M: Send + 'static> Place<M> {
 }
 
 /// All actors of this process.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Directory {
     places: Arc<Places>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Places {
     run: Place<RunMessage>,
     node: Place<NodeMessage>,
@@ -117,6 +113,30 @@ impl Directory {
         if let Some(sender) = self.ended_sender().take() {
             // Nobody listening means that nobody needs to know.
             let _ = sender.send(ended);
+        }
+    }
+
+    /// Messages that wait in each mailbox, by actor.
+    pub(crate) fn mailbox_depths(&self) -> Vec<(&'static str, usize)> {
+        vec![
+            ("run", self.run().depth()),
+            ("node", self.node().depth()),
+            ("store", self.store().depth()),
+            ("compute", self.compute().depth()),
+            ("optimizer", self.optimizer().depth()),
+        ]
+    }
+
+    /// Waits until every actor has moved in or the run is over: what is posted to an empty place
+    /// is lost.
+    pub(crate) async fn everybody_in(&self) {
+        while self.run().is_empty()
+            || self.node().is_empty()
+            || self.store().is_empty()
+            || self.compute().is_empty()
+            || self.optimizer().is_empty()
+        {
+            tokio::time::sleep(MOVE_IN_POLL).await;
         }
     }
 

@@ -37,6 +37,8 @@ pub use fault::{Fault, FaultPlan};
 pub use forward::{Forward, WeightReader};
 pub use policy::Verdict;
 pub use reply::{Failure, Reply};
-pub use report::{Event, Observer, PhaseSeconds, StallSeconds, StepReport, Summary};
+pub use report::{
+    Event, LayerSeconds, LayerStep, Observer, PhaseSeconds, StallSeconds, StepReport, Summary,
+};
 pub use run_actor::Clip;
 pub use solo::{ACTOR_NAMES, Solo, SoloConfig};

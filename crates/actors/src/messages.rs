@@ -9,7 +9,7 @@ use optim::AdamW;
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
 use store::{IoCounters, State, StateChunk};
 
-use crate::{Batch, Clip, Failure, Reply, StallSeconds};
+use crate::{Batch, Clip, Failure, LayerSeconds, Reply, StallSeconds};
 
 /// What a step computes with: travels with `Begin`.
 #[derive(Clone, Debug)]
@@ -138,6 +138,7 @@ pub(crate) enum OptimizerMessage {
 pub(crate) struct LayerReport {
     pub(crate) hashes: [u64; 3],
     pub(crate) sum_of_squares: f64,
+    pub(crate) seconds: LayerSeconds,
 }
 
 /// To the node actor.

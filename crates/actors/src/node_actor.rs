@@ -23,7 +23,7 @@ use crate::scratch::ScratchMap;
 mod clock;
 mod translate;
 
-use clock::{Load, StallClock};
+use clock::{DeviceClock, Load, StallClock};
 
 /// How long a drain that was lost with its actor waits before it is asked for again.
 const DRAIN_AGAIN: Duration = Duration::from_millis(20);
@@ -51,7 +51,10 @@ pub(crate) struct NodeActor {
     /// Embedding rows that wait for their lookup.
     rows: BTreeMap<Micro, HostBytes>,
     clock: StallClock,
+    device: DeviceClock,
     load: Load,
+    /// When the updates in flight began.
+    updates: BTreeMap<LayerId, Instant>,
     faults: FaultPlan,
 }
 
@@ -82,7 +85,9 @@ impl Actor for NodeActor {
             works: BTreeMap::new(),
             rows: BTreeMap::new(),
             clock: StallClock::new(Instant::now()),
+            device: DeviceClock::new(Instant::now()),
             load: Load::default(),
+            updates: BTreeMap::new(),
             faults: args.faults,
         })
     }
@@ -138,7 +143,9 @@ impl NodeActor {
             }
             NodeMessage::Computed { attempt, op, result } => {
                 self.load.computing -= 1;
+                let seconds = self.device.finished(Instant::now());
                 let outcome = self.accept(attempt, result)?;
+                self.note_seconds(attempt, op, seconds);
                 self.outcome(attempt, op, outcome)
             }
             NodeMessage::Unbound { attempt, visit, result } => {
@@ -155,6 +162,10 @@ impl NodeActor {
                 self.load.optimizing -= 1;
                 let hashes = self.accept(attempt, result)?;
                 self.note(attempt, layer, |report| report.hashes = hashes);
+                if let Some(begun) = self.updates.remove(&layer) {
+                    let seconds = begun.elapsed().as_secs_f64();
+                    self.note(attempt, layer, |report| report.seconds.optimizer = seconds);
+                }
                 Some(NodeEvent::Updated { attempt, layer })
             }
             NodeMessage::Synced { attempt, result } => {
@@ -235,6 +246,14 @@ impl NodeActor {
             }
             _ => None,
         }
+    }
+
+    fn note_seconds(&mut self, attempt: Attempt, op: ComputeOp, seconds: f64) {
+        let (layer, backward) = translate::layer_and_sweep(op, self.table.head());
+        self.note(attempt, layer, |report| {
+            let sweep = &mut report.seconds;
+            *(if backward { &mut sweep.backward } else { &mut sweep.forward }) += seconds;
+        });
     }
 
     fn note(&mut self, attempt: Attempt, layer: LayerId, change: impl FnOnce(&mut LayerReport)) {
@@ -347,6 +366,7 @@ impl NodeActor {
         let head = self.table.head();
         let commands = translate::commands(op, weights, batch, head, &mut self.rows);
         for command in commands {
+            self.device.enqueued(Instant::now(), self.load.computing == 0);
             self.load.computing += 1;
             let directory = self.directory.clone();
             let reply = Reply::new(move |result| {
@@ -369,6 +389,7 @@ impl NodeActor {
         let prepared = in_work.work.adamw.prepare(t, factor);
         let job = UpdateJob { attempt, layer, from, to, prepared };
         self.load.optimizing += 1;
+        self.updates.insert(layer, Instant::now());
         let directory = self.directory.clone();
         let reply = Reply::new(move |result| {
             directory.node().post(NodeMessage::Updated { attempt, layer, result });

@@ -26,6 +26,25 @@ pub struct PhaseSeconds {
     pub commit: f64,
 }
 
+/// Seconds that one layer took in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LayerSeconds {
+    /// At the device.
+    pub forward: f64,
+    /// At the device.
+    pub backward: f64,
+    /// From the start of its update to the end of its writes.
+    pub optimizer: f64,
+}
+
+/// One layer of a committed step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerStep {
+    /// Before clipping.
+    pub grad_norm: f64,
+    pub seconds: LayerSeconds,
+}
+
 /// One committed step.
 #[derive(Clone, Debug)]
 pub struct StepReport {
@@ -46,8 +65,9 @@ pub struct StepReport {
     pub written_bytes: u64,
     pub stall: StallSeconds,
     pub phase: PhaseSeconds,
-    /// By layer, before clipping.
-    pub layer_grad_norms: Vec<f64>,
+    pub layers: Vec<LayerStep>,
+    /// Messages waiting in each actor's mailbox.
+    pub mailbox_depths: Vec<(&'static str, usize)>,
     pub ram_used_bytes: usize,
     pub ram_peak_bytes: usize,
 }

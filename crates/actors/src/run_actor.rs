@@ -17,7 +17,7 @@ use crate::messages::{
     Detail, LayerReport, LoadedBatch, NodeMessage, RunMessage, StoreRequest, Work,
 };
 use crate::reply::{Failure, Reply};
-use crate::report::{Event, Observer, PhaseSeconds, StepReport, Summary};
+use crate::report::{Event, LayerStep, Observer, PhaseSeconds, StepReport, Summary};
 use crate::{Batch, StallSeconds};
 
 /// How long a commit that never reached the store waits before it is asked for again.
@@ -245,7 +245,8 @@ impl RunActor {
             written_bytes: counters.written_bytes - self.counters.written_bytes,
             stall: facts.stall,
             phase: PhaseSeconds { commit: commit_seconds, ..facts.phase },
-            layer_grad_norms: facts.layers.iter().map(|l| l.sum_of_squares.sqrt()).collect(),
+            layers: facts.layers.iter().map(layer_step).collect(),
+            mailbox_depths: self.args.directory.mailbox_depths(),
             ram_used_bytes: self.args.budget.used_bytes(),
             ram_peak_bytes: self.args.budget.peak_bytes(),
         };
@@ -361,6 +362,10 @@ impl RunActor {
         };
         self.args.directory.end(Ok(summary));
     }
+}
+
+fn layer_step(report: &LayerReport) -> LayerStep {
+    LayerStep { grad_norm: report.sum_of_squares.sqrt(), seconds: report.seconds }
 }
 
 fn read_batch(

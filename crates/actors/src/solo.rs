@@ -57,11 +57,16 @@ impl std::fmt::Debug for SoloConfig {
 }
 
 /// A running job.
-#[derive(Debug)]
 pub struct Solo {
     directory: Directory,
     ended: oneshot::Receiver<Ended>,
     actors: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Solo {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Solo").finish_non_exhaustive()
+    }
 }
 
 impl Solo {
@@ -78,7 +83,10 @@ impl Solo {
         let (directory, ended) = Directory::new();
         let actors = spawn_all(&directory, config, scratch, &map);
         let starting = directory.clone();
-        tokio::spawn(async move { starting.run().post_when_there(RunMessage::Start).await });
+        tokio::spawn(async move {
+            starting.everybody_in().await;
+            starting.run().post(RunMessage::Start);
+        });
         Ok(Solo { directory, ended, actors })
     }
 

@@ -70,7 +70,12 @@ where
     M: Send + 'static,
 {
     let prepared = PreparedActor::<A>::new(mailbox::bounded(mailbox_capacity));
-    if !place(directory).set(prepared.actor_ref().clone().recipient()) {
+    let actor = prepared.actor_ref().clone();
+    let mailbox = actor.mailbox_sender().clone();
+    let depth = Box::new(move || {
+        mailbox.max_capacity().zip(mailbox.capacity()).map_or(0, |(most, free)| most - free)
+    });
+    if !place(directory).set(actor.recipient(), depth) {
         return None;
     }
     let ended = prepared.spawn(args.clone()).await;

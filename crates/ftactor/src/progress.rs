@@ -126,8 +126,14 @@ impl RunObserver {
         m.store_written(report.written_bytes);
         m.store_commit(report.phase.commit);
         m.ram_used(report.ram_used_bytes as u64);
-        for (layer, norm) in report.layer_grad_norms.iter().enumerate() {
-            m.layer_grad_norm(layer, *norm);
+        for (layer, facts) in report.layers.iter().enumerate() {
+            m.layer_grad_norm(layer, facts.grad_norm);
+            m.layer_phase(layer, Phase::Forward, facts.seconds.forward);
+            m.layer_phase(layer, Phase::Backward, facts.seconds.backward);
+            m.layer_phase(layer, Phase::Optimizer, facts.seconds.optimizer);
+        }
+        for (actor, depth) in &report.mailbox_depths {
+            m.mailbox_depth(actor, *depth);
         }
     }
 }

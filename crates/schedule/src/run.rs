@@ -138,7 +138,7 @@ impl Run {
             RunEvent::Node(message) => self.on_node(message, &mut out),
             RunEvent::Durable { step } => self.on_durable(step, &mut out),
             RunEvent::CommitFailed { .. } => self.end(End::Failed, &mut out),
-            RunEvent::StopRequested => self.stop(&mut out),
+            RunEvent::StopRequested => self.stopping = true,
             RunEvent::GiveUp => {
                 self.fatal = true;
                 if self.aborting.is_none() {
@@ -214,9 +214,11 @@ impl Run {
         out.push(RunCommand::Node(ToNode::Committed { step, attempt: tail.attempt }));
     }
 
-    fn stop(&mut self, out: &mut Vec<RunCommand>) {
-        self.stopping = true;
-        if self.aborting.is_some() {
+    /// A stopping run drops the sweep in flight, but only once nothing of the step before is being
+    /// updated: dropping an attempt drains every resource.
+    fn drop_sweep(&mut self, out: &mut Vec<RunCommand>) {
+        let updating = self.tail.is_some_and(|t| t.phase == Phase::Updating);
+        if !self.stopping || self.finished || self.aborting.is_some() || updating {
             return;
         }
         let sweeping = self.front.take_if(|f| f.phase == Phase::Sweeping);
@@ -228,6 +230,7 @@ impl Run {
 
     fn advance(&mut self, out: &mut Vec<RunCommand>) {
         self.promote(out);
+        self.drop_sweep(out);
         self.load(out);
         self.begin(out);
         self.end_if_done(out);

@@ -1,4 +1,4 @@
-//! [`StallClock`]: what the pipeline waited for, from one message to the next.
+//! [`StallClock`]: what the pipeline waited for; [`DeviceClock`]: what the device worked on.
 
 use std::time::Instant;
 
@@ -45,5 +45,31 @@ impl StallClock {
     /// What was booked since the last call.
     pub(super) fn take(&mut self) -> StallSeconds {
         std::mem::take(&mut self.stall)
+    }
+}
+
+/// Times a device that does one thing after another, by when it finishes them.
+#[derive(Debug)]
+pub(super) struct DeviceClock {
+    since: Instant,
+}
+
+impl DeviceClock {
+    pub(super) fn new(now: Instant) -> DeviceClock {
+        DeviceClock { since: now }
+    }
+
+    /// Work reaches the device; it matters when if the device was idle.
+    pub(super) fn enqueued(&mut self, now: Instant, idle: bool) {
+        if idle {
+            self.since = now;
+        }
+    }
+
+    /// Seconds that the work which is finished now has taken.
+    pub(super) fn finished(&mut self, now: Instant) -> f64 {
+        let seconds = now.duration_since(self.since).as_secs_f64();
+        self.since = now;
+        seconds
     }
 }

@@ -42,6 +42,20 @@ pub(super) fn bind(attempt: Attempt, visit: VisitId, at: &Visit, bytes: HostByte
     Command::Bind { id: weights_id(attempt, visit), layer: at.layer, tile, bytes }
 }
 
+/// The layer an operation belongs to, and whether it is part of the backward sweep.
+pub(super) fn layer_and_sweep(op: ComputeOp, head: LayerId) -> (LayerId, bool) {
+    match op {
+        ComputeOp::Embed { .. } => (LayerId(0), false),
+        ComputeOp::EmbedBackward { .. } => (LayerId(0), true),
+        ComputeOp::Forward { layer, .. } => (layer, false),
+        ComputeOp::Backward { layer, .. } | ComputeOp::TakeGradient { layer, .. } => (layer, true),
+        ComputeOp::HeadNorm { .. } | ComputeOp::HeadScore { .. } | ComputeOp::HeadLoss { .. } => {
+            (head, false)
+        }
+        ComputeOp::HeadBackward { .. } | ComputeOp::HeadNormBackward { .. } => (head, true),
+    }
+}
+
 /// The commands of one operation, in order.
 pub(super) fn commands(
     op: ComputeOp,
