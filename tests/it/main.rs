@@ -2,4 +2,12 @@
 
 #![allow(clippy::unwrap_used)] // a test fails by panicking
 
+mod bad_input;
+mod bits;
+mod commands;
+mod interrupted;
+mod lab;
+mod metrics;
+mod parity;
 mod simulator;
+mod tidy;

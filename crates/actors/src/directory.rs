@@ -59,6 +59,14 @@ impl<M: Send + 'static> Place<M> {
         *self.tenant.write().unwrap_or_else(PoisonError::into_inner) = Tenant::Closed;
     }
 
+    /// Messages that wait for the actor; none with nobody there.
+    pub(crate) fn depth(&self) -> usize {
+        match &*self.tenant.read().unwrap_or_else(PoisonError::into_inner) {
+            Tenant::Actor { depth, .. } => depth(),
+            Tenant::Nobody | Tenant::Closed => 0,
+        }
+    }
+
     fn is_empty(&self) -> bool {
         matches!(*self.tenant.read().unwrap_or_else(PoisonError::into_inner), Tenant::Nobody)
     }

@@ -84,7 +84,9 @@ pub(crate) const FETCH_AGAIN: &str = "the file is damaged or incomplete, fetch i
 fn store_kind(error: &StoreError) -> ErrorKind {
     match error {
         StoreError::Invalid(_) => ErrorKind::Invalid,
-        StoreError::Damaged { .. } => ErrorKind::Damaged,
+        StoreError::Damaged { .. } | StoreError::Poisoned { damaged: true, .. } => {
+            ErrorKind::Damaged
+        }
         StoreError::NoSpace { .. } | StoreError::Memory(_) => ErrorKind::Space,
         StoreError::Io { .. } | StoreError::Poisoned { .. } => ErrorKind::Io,
         StoreError::InUse { .. } => ErrorKind::InUse,

@@ -18,6 +18,7 @@ use crate::cli::{
 };
 use crate::exit::{self, Refused, refuse};
 use crate::machine;
+use crate::out::{errln, outln};
 use crate::progress::{ByteBar, human_bytes};
 use crate::text::{self, Sampling};
 
@@ -87,16 +88,16 @@ pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn say_made(store: &Path, report: &Report) {
-    println!(
+    outln!(
         "made {}: {} layers, {} parameters, {} on disk",
         store.display(),
         report.layers,
         report.parameters,
         human_bytes(report.parameters * 24),
     );
-    report.ignored.iter().for_each(|name| println!("left out as redundant: {name}"));
-    report.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    println!("next: ftactor solo --store {} --data FILE.txt", store.display());
+    report.ignored.iter().for_each(|name| outln!("left out as redundant: {name}"));
+    report.warnings.iter().for_each(|warning| errln!("warning: {warning}"));
+    outln!("next: ftactor solo --store {} --data FILE.txt", store.display());
 }
 
 pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<ExitCode> {
@@ -109,7 +110,7 @@ pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     let bar = ByteBar::new("export");
     export_hf(&store, &args.out, dtype, &mut |done, total| bar.at(done, total))?;
     drop(bar);
-    println!("exported step {} to {}", store.state().step, args.out.display());
+    outln!("exported step {} to {}", store.state().step, args.out.display());
     Ok(ExitCode::SUCCESS)
 }
 
@@ -139,16 +140,20 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
                 })
             })
             .collect();
-        println!("{}", json!({"run": run, "step": state.step, "layers": layers}));
+        outln!("{}", json!({"run": run, "step": state.step, "layers": layers}));
         return Ok(ExitCode::SUCCESS);
     }
-    println!("step {}, loss {:.4}, {} tokens", state.step, state.loss, state.tokens_total);
-    println!(
+    outln!("step {}, loss {:.4}, {} tokens", state.step, state.loss, state.tokens_total);
+    outln!(
         "{:<8} {:>14} {:>10} slot {:>6} {:>12}  hash",
-        "layer", "parameters", "bytes", "t", "grad norm"
+        "layer",
+        "parameters",
+        "bytes",
+        "t",
+        "grad norm"
     );
     for (spec, layer) in layers {
-        println!(
+        outln!(
             "{:<8} {:>14} {:>10} {:<4} {:>6} {:>12.4e}  {}",
             spec.name,
             spec.elements(),
@@ -177,15 +182,15 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             .iter()
             .map(|d| json!({"file": d.file, "tensor": d.tensor, "offset": d.offset}))
             .collect();
-        println!("{}", json!({"step": store.state().step, "damage": list}));
+        outln!("{}", json!({"step": store.state().step, "damage": list}));
     } else if damage.is_empty() {
-        println!("step {}: every byte matches its hash", store.state().step);
+        outln!("step {}: every byte matches its hash", store.state().step);
     }
     if damage.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
     for d in &damage {
-        eprintln!("damaged: {}, tensor {}, from byte {}", d.file.display(), d.tensor, d.offset);
+        errln!("damaged: {}, tensor {}, from byte {}", d.file.display(), d.tensor, d.offset);
     }
     Ok(ExitCode::from(exit::DAMAGED))
 }
@@ -206,9 +211,9 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
     };
     let text = text::generate(&mut forward, &tokenizer, &args.prompt, &sampling)?;
     if args.json {
-        println!("{}", json!({"prompt": args.prompt, "text": text}));
+        outln!("{}", json!({"prompt": args.prompt, "text": text}));
     } else {
-        println!("{}{text}", args.prompt);
+        outln!("{}{text}", args.prompt);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -222,12 +227,12 @@ pub(crate) fn eval(args: &EvalArgs) -> anyhow::Result<ExitCode> {
     let loss = result.loss();
     if args.json {
         let (rows, targets) = (result.rows, result.targets);
-        println!(
+        outln!(
             "{}",
             json!({"loss": loss, "perplexity": loss.exp(), "rows": rows, "targets": targets})
         );
     } else {
-        println!(
+        outln!(
             "loss {loss:.6} perplexity {:.4} over {} targets in {} rows",
             loss.exp(),
             result.targets,
@@ -244,17 +249,24 @@ pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
     let tokenizer = Tokenizer::load(&args.store)?;
     let summary = data::describe(&rows, Some(&tokenizer), args.show)?;
     if args.json {
-        println!("{}", serde_json::to_string(&summary)?);
+        outln!("{}", serde_json::to_string(&summary)?);
         return Ok(ExitCode::SUCCESS);
     }
-    println!(
+    outln!(
         "{} documents, {} rows of {} tokens, {} targets; {} tokens left over at the end",
-        summary.documents, summary.rows, summary.seq_len, summary.targets, summary.dropped_tokens
+        summary.documents,
+        summary.rows,
+        summary.seq_len,
+        summary.targets,
+        summary.dropped_tokens
     );
     for row in &summary.first_rows {
-        println!(
+        outln!(
             "row {}: {} targets, documents start at {:?}\n{}",
-            row.row, row.targets, row.document_starts, row.text
+            row.row,
+            row.targets,
+            row.document_starts,
+            row.text
         );
     }
     Ok(ExitCode::SUCCESS)

@@ -13,6 +13,7 @@ use store::ReadingStore;
 
 use crate::cli::SoloArgs;
 use crate::options::TrainOptions;
+use crate::out::{errln, outln};
 use crate::progress::Show;
 use crate::text::{self, Sampling};
 use crate::{corpus, machine, solo};
@@ -41,11 +42,11 @@ pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<Exi
         write(&train, &corpus::sentences(1, 400_000))?;
         write(&held_out, &corpus::sentences(2, 20_000))?;
         make_store(&store)?;
-        println!("made a model of 1.2 million parameters and a corpus in {}", home.display());
+        outln!("made a model of 1.2 million parameters and a corpus in {}", home.display());
     }
     let before = measure(&store, &held_out)?;
-    println!("before: held-out loss {:.3} nats per byte\n  {PROMPT}{}", before.loss, before.sample);
-    println!("tip: press Ctrl-C or kill -9 this process, then run the same command: it goes on");
+    outln!("before: held-out loss {:.3} nats per byte\n  {PROMPT}{}", before.loss, before.sample);
+    outln!("tip: press Ctrl-C or kill -9 this process, then run the same command: it goes on");
 
     let show = if args.quiet { Show::Nothing } else { Show::Bar };
     let ended = solo::train(&store, &[train], &demo_options(options), args, show)?;
@@ -53,15 +54,15 @@ pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<Exi
         return Ok(ended.exit_code());
     }
     let after = measure(&store, &held_out)?;
-    println!("after: held-out loss {:.3} nats per byte\n  {PROMPT}{}", after.loss, after.sample);
-    println!(
+    outln!("after: held-out loss {:.3} nats per byte\n  {PROMPT}{}", after.loss, after.sample);
+    outln!(
         "\nThe store {} is a Hugging Face checkpoint that transformers loads as it is.\n\
          With a model of your own:\n  ftactor import ./SmolLM2-135M --store ./store\n  \
          ftactor solo --store ./store --data ./texts --steps 100",
         store.display()
     );
     if !ended.was_complete() && before.loss - after.loss < LOSS_FALL {
-        eprintln!("error: the loss fell by less than {LOSS_FALL} nats per byte");
+        errln!("error: the loss fell by less than {LOSS_FALL} nats per byte");
         return Ok(ExitCode::from(crate::exit::SELFTEST_FAILED));
     }
     Ok(ExitCode::SUCCESS)

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use crate::out::errln;
 use actors::Failure;
 use convert::ConvertError;
 use model::BudgetError;
@@ -42,7 +43,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
             text = format!("{text}: {cause}");
         }
     }
-    eprintln!("error: {text}");
+    errln!("error: {text}");
     ExitCode::from(code(error))
 }
 
@@ -82,7 +83,7 @@ fn code_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
 fn store_code(error: &StoreError) -> u8 {
     match error {
         StoreError::Invalid(_) => USAGE,
-        StoreError::Damaged { .. } => DAMAGED,
+        StoreError::Damaged { .. } | StoreError::Poisoned { damaged: true, .. } => DAMAGED,
         StoreError::NoSpace { .. } | StoreError::Memory(_) => NOT_ENOUGH,
         StoreError::InUse { .. } => IN_USE,
         StoreError::Io { .. } | StoreError::Poisoned { .. } => FAILED,

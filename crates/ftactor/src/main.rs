@@ -9,6 +9,7 @@ mod log;
 mod machine;
 mod new_run;
 mod options;
+mod out;
 mod progress;
 mod run_record;
 mod selftest;

@@ -8,6 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use telemetry::{Metrics, Phase, ProcessMemory, Resource, StepFacts};
 
 use crate::log::{StepLog, event_line, step_line};
+use crate::out::{errln, outln};
 
 /// Where a run is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +78,7 @@ impl RunObserver {
     pub(crate) fn say(&self, line: &str) {
         match self.show {
             Show::Nothing | Show::Silent | Show::Json => {}
-            Show::Bar if self.bar.is_hidden() => eprintln!("{line}"),
+            Show::Bar if self.bar.is_hidden() => errln!("{line}"),
             Show::Bar => self.bar.println(line),
         }
     }
@@ -88,7 +89,7 @@ impl RunObserver {
             log.lock().unwrap_or_else(PoisonError::into_inner).write(line);
         }
         if self.show == Show::Json {
-            println!("{line}");
+            outln!("{line}");
         }
     }
 

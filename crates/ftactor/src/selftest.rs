@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::cli::{Cli, Command, SelftestArgs, SoloArgs};
 use crate::exit;
+use crate::out::outln;
 use crate::progress::Show;
 use crate::{corpus, machine, solo};
 
@@ -31,9 +32,9 @@ pub(crate) fn run(args: &SelftestArgs) -> anyhow::Result<ExitCode> {
             Err(error) => (false, format!("{error:#}")),
         };
         if args.json {
-            println!("{}", json!({"check": name, "passed": passed, "detail": text}));
+            outln!("{}", json!({"check": name, "passed": passed, "detail": text}));
         } else {
-            println!("{} {name}: {text}", if passed { "ok    " } else { "FAILED" });
+            outln!("{} {name}: {text}", if passed { "ok    " } else { "FAILED" });
         }
     }
     std::fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?;

@@ -17,6 +17,7 @@ use crate::cli::SoloArgs;
 use crate::exit::{self, Refused, refuse};
 use crate::log::StepLog;
 use crate::options::{TrainOptions, parse_size};
+use crate::out::{errln, outln};
 use crate::progress::{RunObserver, Show, human_bytes};
 use crate::run_record::{DataFile, Defaults, RunRecord};
 use crate::{demo, machine, new_run, text};
@@ -112,10 +113,10 @@ pub(crate) fn train(
     let io = machine::engine(machine::store_bytes(dir));
     let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
     for warning in &recovery.warnings {
-        eprintln!("warning: {warning}");
+        errln!("warning: {warning}");
     }
     if let Some(cut) = &recovery.cut {
-        eprintln!(
+        errln!(
             "note: the last record was torn and is cut: {} at byte {}",
             cut.file.display(),
             cut.offset
@@ -128,7 +129,7 @@ pub(crate) fn train(
         let step = store.state().step.0;
         store.close()?;
         if show != Show::Json {
-            println!(
+            outln!(
                 "the run is complete: {step} steps; give more --steps, or --new-run to start again"
             );
         }
@@ -179,7 +180,7 @@ fn run_record(
     let policy = record.policy(options.update)?;
     limits(store.table(), config, &record, policy, ram_bytes)?;
     if store.state().step.0 > 0 {
-        eprintln!("new run: the weights stay, moments and step numbers start at zero");
+        errln!("new run: the weights stay, moments and step numbers start at zero");
         new_run::reset_moments(store)?;
     }
     store.write_run(&record.to_json()?)?;
@@ -352,7 +353,7 @@ async fn serve_metrics(
         Ok(server) => Ok(Some(server)),
         // Only an address that was asked for is worth ending the run for.
         Err(error) if wanted.is_none() => {
-            eprintln!("warning: {error}");
+            errln!("warning: {error}");
             Ok(None)
         }
         Err(error) => Err(Refused(error.to_string()).into()),
@@ -442,7 +443,7 @@ fn solo_config(
 fn stop_on_signals(stop: impl Fn() + Send + Sync + 'static) {
     tokio::spawn(async move {
         wait_for_signal().await;
-        eprintln!("stopping after the step that is about to commit; once more stops at once");
+        errln!("stopping after the step that is about to commit; once more stops at once");
         stop();
         wait_for_signal().await;
         std::process::exit(i32::from(exit::INTERRUPTED));
@@ -515,7 +516,7 @@ fn close(session: Session, summary: &Summary, show: Show) -> anyhow::Result<()> 
         None => tracing::warn!("the store is still used; its index is not rewritten"),
     }
     match show {
-        Show::Json => println!("{}", summary_json(summary, &state)),
+        Show::Json => outln!("{}", summary_json(summary, &state)),
         Show::Bar | Show::Nothing => print_summary(summary, &state, state_bytes, &dir),
         Show::Silent => {}
     }
@@ -558,7 +559,7 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
         End::Stopped => "stopped",
         End::Failed => "failed",
     };
-    println!(
+    outln!(
         "{ended} at step {}, loss {:.4}: {} commits, {} read, {} written, {} of RAM for {} of state",
         summary.step,
         state.loss,
@@ -569,12 +570,9 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
         human_bytes(state_bytes),
     );
     if let Some(failure) = summary.failure.as_ref().filter(|_| summary.end == End::Failed) {
-        eprintln!("error: {failure}");
+        errln!("error: {failure}");
     }
     if summary.end != End::Completed {
-        println!(
-            "every committed step is kept; go on with: ftactor solo --store {}",
-            dir.display()
-        );
+        outln!("every committed step is kept; go on with: ftactor solo --store {}", dir.display());
     }
 }

@@ -33,7 +33,11 @@ pub enum StoreError {
     InUse { dir: PathBuf },
     /// An earlier failure made this opening unusable; nothing was written since.
     #[error("the store was stopped by an earlier failure ({cause}); open it again to recover")]
-    Poisoned { cause: String },
+    Poisoned {
+        cause: String,
+        /// The cause was [`StoreError::Damaged`].
+        damaged: bool,
+    },
     #[error(transparent)]
     Memory(#[from] BudgetError),
 }
@@ -66,6 +70,7 @@ pub fn blocking<T: Send + 'static>(start: impl FnOnce(Done<T>)) -> Result<T, Sto
         let _ = sender.send(result);
     }));
     receiver.recv().unwrap_or_else(|_| {
-        Err(StoreError::Poisoned { cause: "an operation was dropped unfinished".into() })
+        let cause = "an operation was dropped unfinished".into();
+        Err(StoreError::Poisoned { cause, damaged: false })
     })
 }

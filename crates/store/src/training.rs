@@ -49,7 +49,8 @@ struct Inner {
     slots: Vec<[SlotFiles; 2]>,
     tables: Mutex<Vec<[SlotTable; 2]>>,
     chain: Mutex<Chain>,
-    poison: Mutex<Option<String>>,
+    /// The first failure that poisoned the store, and whether it was damage.
+    poison: Mutex<Option<(String, bool)>>,
     /// Declared last: given up after everything else.
     _lock: Lock,
 }
@@ -248,7 +249,7 @@ impl TrainingStore {
         chunk: usize,
     ) -> StoreError {
         let error = self.inner.files(layer, slot).mismatch(plane, chunk);
-        self.inner.poison(error.to_string());
+        self.inner.poison(error.to_string(), true);
         error
     }
 
@@ -495,18 +496,20 @@ impl Inner {
 
     fn check_poison(&self) -> Result<(), StoreError> {
         match &*held(&self.poison) {
-            Some(cause) => Err(StoreError::Poisoned { cause: cause.clone() }),
+            Some((cause, damaged)) => {
+                Err(StoreError::Poisoned { cause: cause.clone(), damaged: *damaged })
+            }
             None => Ok(()),
         }
     }
 
-    fn poison(&self, cause: String) {
-        held(&self.poison).get_or_insert(cause);
+    fn poison(&self, cause: String, damaged: bool) {
+        held(&self.poison).get_or_insert((cause, damaged));
     }
 
     fn poison_if_lost(&self, error: &IoError) {
         if error.lost_writes {
-            self.poison(error.to_string());
+            self.poison(error.to_string(), false);
         }
     }
 

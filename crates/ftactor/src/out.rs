@@ -1,0 +1,20 @@
+//! Lines for the terminal. Whoever reads them may be gone (`ftactor ... | head -1`): a run goes on
+//! without them.
+
+/// `println!` that does not panic when nobody reads.
+macro_rules! outln {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stdout(), $($text)*);
+    }};
+}
+
+/// `eprintln!` that does not panic when nobody reads.
+macro_rules! errln {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
+pub(crate) use {errln, outln};

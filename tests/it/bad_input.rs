@@ -1,0 +1,436 @@
+//! Bad input: the documented exit code, a message that names the file and the remedy, and nothing
+//! overwritten.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+
+use crate::bits::number_after;
+use crate::lab::{FAMILIES, Lab, Ran, Tiny, command, contents, ftactor, start, state, train};
+
+const RUN: [&str; 6] = ["--steps", "2", "--seq-len", "32", "--batch-rows", "4"];
+const QUERY: &str = "model.layers.0.self_attn.q_proj.weight";
+
+/// A Hugging Face directory made by an export.
+fn checkpoint(lab: &Lab, model: Tiny) -> String {
+    let (store, out) = (lab.store("source", model, 1), lab.path("hf"));
+    ftactor(&["export", "--store", &store, "--out", &out]).expect(0);
+    out
+}
+
+/// Imports `source`, which must be refused with `code` and `words`, leaving no store.
+#[track_caller]
+fn import_refused(lab: &Lab, source: &str, code: i32, words: &[&str]) {
+    let dest = lab.path("refused");
+    let ran = ftactor(&["import", source, "--store", &dest]).expect(code).says(words);
+    assert!(ran.stderr.starts_with("error: "), "{}", ran.stderr);
+    assert!(!Path::new(&dest).exists(), "a store is left behind: {}", ran.stderr);
+}
+
+/// Rewrites a file for the time of `check`.
+fn with_file(path: &str, bytes: &[u8], check: impl FnOnce()) {
+    let good = fs::read(path).unwrap();
+    fs::write(path, bytes).unwrap();
+    check();
+    fs::write(path, good).unwrap();
+}
+
+#[test]
+fn damaged_safetensors_are_refused_before_a_store_exists() {
+    let lab = Lab::new();
+    let source = checkpoint(&lab, FAMILIES[1]);
+    let file = format!("{source}/model.safetensors");
+    let good = fs::read(&file).unwrap();
+    let named = ["model.safetensors"];
+    for len in [0, 7, 8, 100, good.len() / 2, good.len() - 1] {
+        with_file(&file, &good[..len], || import_refused(&lab, &source, 2, &named));
+    }
+    let mut corrupt = good.clone();
+    corrupt[9..20].fill(b'x');
+    with_file(&file, &corrupt, || import_refused(&lab, &source, 2, &named));
+    let mut huge = good.clone();
+    huge[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    with_file(&file, &huge, || import_refused(&lab, &source, 2, &named));
+    fs::remove_file(&file).unwrap();
+    import_refused(&lab, &source, 2, &[&source, "safetensors"]);
+}
+
+/// Tensors by name, as shape and bytes.
+type Tensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
+
+fn change_tensors(file: &str, change: impl FnOnce(&mut Tensors)) -> Vec<u8> {
+    let bytes = fs::read(file).unwrap();
+    let read = SafeTensors::deserialize(&bytes).unwrap();
+    let owned = |(name, view): (&str, TensorView<'_>)| {
+        (name.to_owned(), (view.shape().to_vec(), view.data().to_vec()))
+    };
+    let mut tensors: Tensors = read.iter().map(owned).collect();
+    change(&mut tensors);
+    let views = tensors.iter().map(|(name, (shape, data))| {
+        (name.clone(), TensorView::new(safetensors::Dtype::F32, shape.clone(), data).unwrap())
+    });
+    safetensors::serialize(views.collect::<Vec<_>>(), None).unwrap()
+}
+
+#[test]
+fn wrong_tensors_are_refused_by_name() {
+    let lab = Lab::new();
+    let source = checkpoint(&lab, FAMILIES[1]);
+    let file = format!("{source}/model.safetensors");
+    let refused = |words: &[&str], change: &dyn Fn(&mut Tensors)| {
+        let bytes = change_tensors(&file, change);
+        with_file(&file, &bytes, || import_refused(&lab, &source, 2, words));
+    };
+    refused(&[QUERY, "lacks"], &|t| drop(t.remove(QUERY)));
+    refused(&[QUERY, "shape", "[8, 32]"], &|t| t.get_mut(QUERY).unwrap().0 = vec![8, 32]);
+    refused(&[QUERY, "NaN"], &|t| {
+        t.get_mut(QUERY).unwrap().1[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    refused(&["model.more"], &|t| drop(t.insert("model.more".into(), (vec![1], vec![0; 4]))));
+}
+
+#[test]
+fn incomplete_or_unsupported_models_are_refused_by_name() {
+    let lab = Lab::new();
+    import_refused(&lab, &lab.path("nowhere"), 2, &["nowhere"]);
+    let source = checkpoint(&lab, FAMILIES[1]);
+    let config_file = format!("{source}/config.json");
+    let config = fs::read_to_string(&config_file).unwrap();
+    let with = |text: &str, words: &[&str]| {
+        with_file(&config_file, text.as_bytes(), || import_refused(&lab, &source, 2, words));
+    };
+    with("{", &["config.json"]);
+    with(&config.replace("\"llama\"", "\"gpt2\""), &["config.json", "gpt2"]);
+    with(&config.replacen('{', "{\"num_local_experts\": 4,", 1), &["config.json", "experts"]);
+    with(&config.replace("\"hidden_size\": 16", "\"hidden_size\": 0"), &["hidden_size"]);
+    with(&config.replacen('{', "{\"quantization_config\": {\"bits\": 4},", 1), &["quant"]);
+    let tokenizer = format!("{source}/tokenizer.json");
+    with_file(&tokenizer, b"[1, 2", || import_refused(&lab, &source, 2, &["tokenizer.json"]));
+    fs::remove_file(&tokenizer).unwrap();
+    import_refused(&lab, &source, 2, &["tokenizer.json"]);
+}
+
+#[test]
+fn a_missing_shard_is_named() {
+    let lab = Lab::new();
+    let source = checkpoint(&lab, FAMILIES[1]);
+    let index = format!(
+        r#"{{"metadata":{{}},"weight_map":{{"{QUERY}":"model-00002-of-00002.safetensors"}}}}"#
+    );
+    fs::write(format!("{source}/model.safetensors.index.json"), index).unwrap();
+    fs::remove_file(format!("{source}/model.safetensors")).unwrap();
+    import_refused(&lab, &source, 2, &["model-00002-of-00002.safetensors"]);
+}
+
+#[test]
+fn damaged_gguf_files_are_refused() {
+    let lab = Lab::new();
+    let mut claims = b"GGUF".to_vec();
+    claims.extend(3u32.to_le_bytes());
+    claims.extend(u64::MAX.to_le_bytes());
+    claims.extend(u64::MAX.to_le_bytes());
+    let empty = [b"GGUF\x03\x00\x00\x00".as_slice(), &[0; 16]].concat();
+    for (name, bytes) in [
+        ("none.gguf", Vec::new()),
+        ("short.gguf", b"GGUF\x03".to_vec()),
+        ("magic.gguf", b"GGML\x03\x00\x00\x00".repeat(8)),
+        ("claims.gguf", claims),
+        ("empty.gguf", empty),
+    ] {
+        let file = lab.write(name, bytes);
+        import_refused(&lab, &file, 2, &[name]);
+    }
+}
+
+#[test]
+fn init_refuses_what_cannot_be_and_never_overwrites() {
+    let lab = Lab::new();
+    let config = lab.write("config.json", FAMILIES[0].config());
+    let dest = lab.path("new");
+    let init = |config: &str, more: &[&str]| {
+        ftactor(&[&["init", "--config", config, "--store", &dest], more].concat())
+    };
+    init(&lab.path("no.json"), &[]).expect(2).says(&["no.json"]);
+    init(&config, &["--tokenizer", &lab.path("nothing")]).expect(2).says(&["nothing"]);
+    let small = lab.write("small.json", FAMILIES[0].config().replace("259", "100"));
+    init(&small, &[]).expect(2).says(&["vocab_size", "100"]);
+    let missing = lab.write("missing.json", r#"{"model_type":"llama"}"#);
+    init(&missing, &[]).expect(2).says(&["hidden_size"]);
+    assert!(!Path::new(&dest).exists());
+    let store = lab.store("store", FAMILIES[0], 1);
+    let before = contents(&store);
+    ftactor(&["init", "--config", &config, "--store", &store]).expect(2).says(&[&store]);
+    let source = lab.path("hf");
+    ftactor(&["export", "--store", &store, "--out", &source]).expect(0);
+    ftactor(&["import", &source, "--store", &store]).expect(2).says(&[&store]);
+    ftactor(&["export", "--store", &store, "--out", &source]).expect(2).says(&[&source]);
+    assert_eq!(contents(&store), before);
+}
+
+/// Trains a fresh store, which must be refused and stay as it is.
+#[track_caller]
+fn training_refused(store: &str, args: &[&str], words: &[&str]) {
+    let before = (state(store), contents(&format!("{store}/layers")));
+    train(store, args).expect(2).says(words);
+    assert_eq!((state(store), contents(&format!("{store}/layers"))), before);
+    assert!(!Path::new(store).join("run.json").exists(), "a refused run is recorded: {args:?}");
+}
+
+#[test]
+fn bad_data_is_refused_by_name() {
+    let lab = Lab::new();
+    let store = lab.store("store", FAMILIES[0], 1);
+    let npy = |shape: &str, ids: &[u16]| {
+        let header = format!("{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}");
+        let mut bytes = b"\x93NUMPY\x01\x00\x76\x00".to_vec();
+        bytes.extend(format!("{header:<117}\n").as_bytes());
+        bytes.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+        bytes
+    };
+    fs::create_dir(lab.path("folder")).unwrap();
+    let files: [(&str, Vec<u8>, &[&str]); 10] = [
+        ("empty.txt", Vec::new(), &["32"]),
+        ("short.txt", b"hello".to_vec(), &["6 tokens", "32"]),
+        ("latin.txt", b"caf\xe9 ".repeat(50), &["latin.txt", "UTF-8", "byte 3"]),
+        ("odd.csv", b"a,b".repeat(99), &["odd.csv", ".txt", ".jsonl", ".npy"]),
+        ("broken.jsonl", b"{\"text\": \"a\"}\n{\"text\": \n".to_vec(), &["broken.jsonl", "line 2"]),
+        ("other.jsonl", b"{\"body\": \"a\"}\n".to_vec(), &["other.jsonl", "line 1", "text"]),
+        ("cut.npy", b"\x93NUMPY\x01\x00\x76".to_vec(), &["cut.npy"]),
+        ("vocabulary.npy", npy("(64,)", &[300; 64]), &["vocabulary.npy", "300", "259"]),
+        ("wide.npy", npy("(2, 40)", &[1; 80]), &["wide.npy", "40", "32"]),
+        ("lies.npy", npy("(9, 32)", &[1; 80]), &["lies.npy"]),
+    ];
+    for (name, bytes, words) in files {
+        let file = lab.write(name, bytes);
+        training_refused(&store, &[&RUN[..], &["--data", &file]].concat(), words);
+        let args = ["eval", "--store", &store, "--data", &file, "--seq-len", "32"];
+        ftactor(&args).expect(2).says(words);
+    }
+    let (nothing, folder) = (lab.path("nothing.txt"), lab.path("folder"));
+    for (path, words) in
+        [(&nothing, ["nothing.txt", "No such file"]), (&folder, ["folder", ".txt"])]
+    {
+        training_refused(&store, &[&RUN[..], &["--data", path]].concat(), &words);
+    }
+    let text = lab.text("text.txt", 60);
+    train(&store, &[&RUN[..], &["--data", &text]].concat()).expect(0);
+}
+
+#[test]
+fn bad_options_are_refused_by_name() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let unknown = lab.write("unknown.toml", "learning-rate = 1\n");
+    let no_toml = lab.write("no.toml", "lr = = 1\n");
+    let cases: [(&[&str], &[&str]); 20] = [
+        (&["--seq-len", "65"], &["--seq-len 65", "64"]),
+        (&["--seq-len", "1"], &["--seq-len", "2"]),
+        (&["--batch-rows", "0"], &["--batch-rows"]),
+        (&["--batch-rows", "4", "--micro-rows", "3"], &["--micro-rows 3", "4"]),
+        (&["--micro-rows", "0"], &["--micro-rows 0"]),
+        (&["--steps", "0"], &["--steps"]),
+        (&["--steps", "x"], &["--steps"]),
+        (&["--steps", "2", "--epochs", "2"], &["--steps", "--epochs"]),
+        (&["--lr", "nan"], &["lr"]),
+        (&["--lr=-1"], &["lr"]),
+        (&["--beta1", "1"], &["beta1"]),
+        (&["--clip", "norm:1"], &["--clip norm:1", "global:X"]),
+        (&["--clip", "global:0"], &["--clip global:0"]),
+        (&["--schedule", "square"], &["square", "cosine"]),
+        (&["--update", "fused"], &["--update fused", "--clip"]),
+        (&["--ram", "much"], &["much", "380M"]),
+        (&["--metrics", "nowhere"], &["nowhere", "--metrics"]),
+        (&["--options", &unknown], &["unknown.toml", "learning-rate"]),
+        (&["--options", &no_toml], &["no.toml"]),
+        (&["--fault", "cat:panic:1"], &["cat:panic:1"]),
+    ];
+    let before = state(&store);
+    for (args, words) in cases {
+        let ran = train_plain(&store, &[args, &["--data", &text]].concat());
+        ran.expect(2).says(words);
+        assert_eq!(state(&store), before, "{args:?}");
+    }
+}
+
+/// Trains with these arguments and no defaults of the fixtures'.
+fn train_plain(store: &str, args: &[&str]) -> Ran {
+    ftactor(&[&["solo", "--store", store], args].concat())
+}
+
+#[test]
+fn a_directory_that_is_no_store_is_refused() {
+    let lab = Lab::new();
+    fs::create_dir(lab.path("folder")).unwrap();
+    let text = lab.text("text.txt", 10);
+    for dir in [lab.path("folder"), lab.path("nowhere"), text.clone()] {
+        for command in ["inspect", "verify"] {
+            ftactor(&[command, "--store", &dir]).expect(2).says(&[&dir]);
+        }
+        train(&dir, &["--data", &text]).expect(2).says(&[&dir]);
+    }
+    assert!(!Path::new(&lab.path("nowhere")).exists());
+    assert_eq!(contents(&lab.path("folder")), []);
+}
+
+#[test]
+fn a_damaged_store_is_not_trained() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    train(&store, &[&RUN[..], &["--data", &text]].concat()).expect(0);
+    let file = format!("{store}/layers/1/a/weight.safetensors");
+    let good = fs::read(&file).unwrap();
+    let mut bad = good.clone();
+    *bad.last_mut().unwrap() ^= 1;
+    with_file(&file, &bad, || {
+        let before = state(&store);
+        train(&store, &["--steps", "4"]).expect(3).says(&["layers/1/a", "damaged"]);
+        assert_eq!(state(&store), before);
+    });
+    with_file(&file, &good[..good.len() - 100], || {
+        train(&store, &["--steps", "4"]).expect(3).says(&["layers/1/a"]);
+    });
+    train(&store, &["--steps", "4"]).expect(0);
+    assert_eq!(state(&store).0, 4);
+}
+
+#[test]
+fn a_store_in_use_is_waited_for_and_then_refused() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let mut first = start(&[
+        "solo",
+        "--store",
+        &store,
+        "--data",
+        &text,
+        "--steps",
+        "1000000",
+        "--seq-len",
+        "32",
+        "--batch-rows",
+        "4",
+        "--metrics",
+        "off",
+        "--quiet",
+        "--ram",
+        "160M",
+    ]);
+    while !Path::new(&store).join("run.json").exists() {
+        assert!(first.try_wait().unwrap().is_none(), "the first process ended");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    train(&store, &[]).expect(6).says(&[&store, "in use"]);
+    assert!(first.try_wait().unwrap().is_none(), "the first process did not go on");
+    first.kill().unwrap();
+    first.wait().unwrap();
+    // The lock died with its process.
+    let reached = state(&store).0;
+    train(&store, &["--steps", &(reached + 2).to_string()]).expect(0);
+}
+
+#[test]
+fn too_little_memory_is_refused_with_the_number_that_suffices() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    for model in FAMILIES {
+        let store = lab.store(&model.name(), model, 1);
+        let args = [&RUN[..], &["--data", &text]].concat();
+        let refused = train(&store, &[&args[..], &["--ram", "64K"]].concat()).expect(4);
+        let refused = refused.says(&["65536", "--ram", "--micro-rows"]);
+        let needed = number_after(&refused.stderr, "needs at least ").to_string();
+        train(&store, &[&args[..], &["--ram", &needed]].concat()).expect(0);
+    }
+}
+
+/// A small file system of its own, unmounted at the end.
+struct Mount(String);
+
+impl Mount {
+    /// `None` where this process may not mount.
+    fn new(dir: String, bytes: u64) -> Option<Mount> {
+        fs::create_dir(&dir).unwrap();
+        let size = format!("size={bytes}");
+        let mut mount = Command::new("mount");
+        let mount = mount.args(["-t", "tmpfs", "-o", &size, "tmpfs", &dir]).output();
+        mount.is_ok_and(|o| o.status.success()).then(|| Mount(dir))
+    }
+
+    fn remount(&self, option: &str) -> bool {
+        let option = format!("remount,{option}");
+        Command::new("mount").args(["-o", &option, &self.0]).status().unwrap().success()
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // Nothing can be done about a mount that stays, and a test may be failing already.
+        let _ = Command::new("umount").args(["-l", &self.0]).status();
+    }
+}
+
+#[test]
+fn a_full_disk_is_refused_with_the_missing_bytes() {
+    let lab = Lab::new();
+    let Some(disk) = Mount::new(lab.path("disk"), 512 << 10) else {
+        eprintln!("skipped: this process may not mount a file system");
+        return;
+    };
+    let config = lab.write("config.json", Tiny { layers: 8, hidden: 32, ..FAMILIES[0] }.config());
+    let store = format!("{}/store", disk.0);
+    let refused = ftactor(&["init", "--config", &config, "--store", &store]).expect(4);
+    refused.says(&[&store, "bytes"]);
+    assert!(!Path::new(&store).exists(), "a store that does not fit is left behind");
+}
+
+#[test]
+fn a_disk_that_fills_up_while_training_keeps_the_store() {
+    let lab = Lab::new();
+    let Some(disk) = Mount::new(lab.path("disk"), 32 << 20) else {
+        eprintln!("skipped: this process may not mount a file system");
+        return;
+    };
+    let config = lab.write("config.json", FAMILIES[0].config());
+    let (store, text) = (format!("{}/store", disk.0), lab.text("text.txt", 60));
+    ftactor(&["init", "--config", &config, "--store", &store]).expect(0);
+    train(&store, &[&RUN[..], &["--data", &text]].concat()).expect(0);
+    let before = state(&store);
+    let filler = format!("{}/filler", disk.0);
+    // Fails when the disk is full, which is the point.
+    let _ = fs::write(&filler, vec![1u8; 48 << 20]);
+    let ran = train(&store, &["--steps", "4"]);
+    assert!([0, 4].contains(&ran.code), "{ran:?}");
+    if ran.code == 4 {
+        assert_eq!(state(&store), before);
+    }
+    fs::remove_file(&filler).unwrap();
+    train(&store, &["--steps", "5"]).expect(0);
+    ftactor(&["verify", "--store", &store]).expect(0);
+}
+
+#[test]
+fn a_read_only_disk_can_be_read_and_is_not_trained() {
+    let lab = Lab::new();
+    let Some(disk) = Mount::new(lab.path("disk"), 32 << 20) else {
+        eprintln!("skipped: this process may not mount a file system");
+        return;
+    };
+    let config = lab.write("config.json", FAMILIES[0].config());
+    let (store, text) = (format!("{}/store", disk.0), lab.text("text.txt", 60));
+    ftactor(&["init", "--config", &config, "--store", &store]).expect(0);
+    let before = state(&store);
+    if !disk.remount("ro") {
+        eprintln!("skipped: this process may not change a mount");
+        return;
+    }
+    let ran = train(&store, &[&RUN[..], &["--data", &text]].concat()).expect(5);
+    ran.says(&[&store, "Read-only"]);
+    assert_eq!(state(&store), before);
+    ftactor(&["verify", "--store", &store]).expect(0);
+    let out = lab.path("out");
+    let export = command(&["export", "--store", &store, "--out", &out]).status().unwrap();
+    assert!(export.success());
+}

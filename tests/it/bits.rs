@@ -1,0 +1,199 @@
+//! The same bits, whatever policy, threads and memory a step runs with.
+
+use crate::lab::{FAMILIES, Lab, Tiny, events, log, state, steps, train};
+
+const STEPS: [&str; 10] = [
+    "--steps",
+    "4",
+    "--seq-len",
+    "32",
+    "--batch-rows",
+    "4",
+    "--weight-decay",
+    "0.1",
+    "--lr",
+    "3e-3",
+];
+
+/// Trains twins that differ in `ways` only; the state must be the same and not the start's.
+#[track_caller]
+fn same_bits(model: Tiny, seed: u64, common: &[&str], ways: &[&[&str]]) {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let mut first = None;
+    for (i, way) in ways.iter().enumerate() {
+        let store = lab.store(&format!("store{i}"), model, seed);
+        let before = state(&store);
+        let args = [&STEPS, common, way, &["--data", &text]].concat();
+        train(&store, &args).expect(0);
+        let after = state(&store);
+        assert_eq!(after.0, 4);
+        assert!(after.1.iter().zip(&before.1).all(|(a, b)| a.0 != b.0 && a.1 == 4), "{after:?}");
+        assert_eq!(first.get_or_insert(after.clone()), &after, "{model:?} {seed} {way:?}");
+    }
+}
+
+#[test]
+fn fused_equals_deferred_without_clipping() {
+    for (seed, model) in FAMILIES.into_iter().enumerate() {
+        let ways: &[&[&str]] = &[&["--update", "fused"], &["--update", "deferred"]];
+        same_bits(model, seed as u64, &["--clip", "none", "--micro-rows", "2"], ways);
+    }
+}
+
+#[test]
+fn fused_equals_deferred_when_each_layer_is_clipped() {
+    for (seed, model) in FAMILIES.into_iter().enumerate() {
+        let ways: &[&[&str]] = &[&["--update", "fused"], &["--update", "deferred"], &[]];
+        same_bits(model, seed as u64 + 10, &["--clip", "layer:0.05", "--micro-rows", "4"], ways);
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    let wide = Tiny { family: "llama", tied: true, layers: 2, hidden: 96 };
+    for (seed, model) in FAMILIES.into_iter().chain([wide]).enumerate() {
+        let ways: &[&[&str]] = &[&["--threads", "1"], &["--threads", "2"], &["--threads", "3"]];
+        same_bits(model, seed as u64 + 20, &["--micro-rows", "2"], ways);
+    }
+}
+
+#[test]
+fn every_budget_that_fits_gives_the_same_bits() {
+    for model in [FAMILIES[0], FAMILIES[3]] {
+        let lab = Lab::new();
+        let text = lab.text("text.txt", 60);
+        let probe = lab.store("probe", model, 3);
+        let args = [&STEPS[..], &["--micro-rows", "1", "--data", &text]].concat();
+        let refused = train(&probe, &[&args[..], &["--ram", "64K"]].concat()).expect(4);
+        let needed = number_after(&refused.stderr, "needs at least ");
+        let too_small = (needed - 1).to_string();
+        train(&probe, &[&args[..], &["--ram", &too_small]].concat()).expect(4);
+        let least = needed.to_string();
+        let little_more = (needed + 50_000).to_string();
+        let micro = ["--micro-rows", "1"];
+        let ways: &[&[&str]] = &[&["--ram", &least], &["--ram", &little_more], &["--ram", "1G"]];
+        same_bits(model, 3, &micro, ways);
+    }
+}
+
+/// The number that follows `words` in `text`.
+pub(crate) fn number_after(text: &str, words: &str) -> u64 {
+    let at = text.find(words).unwrap_or_else(|| panic!("no `{words}` in {text}")) + words.len();
+    let digits: String = text[at..].chars().take_while(char::is_ascii_digit).collect();
+    digits.parse().unwrap()
+}
+
+#[test]
+fn microbatches_change_bits_but_hardly_the_loss() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let mut seen = Vec::new();
+    for micro in ["4", "2", "1"] {
+        let store = lab.store(&format!("store{micro}"), FAMILIES[1], 7);
+        let log_file = lab.path(&format!("{micro}.jsonl"));
+        let args = ["--micro-rows", micro, "--data", &text, "--log", &log_file];
+        train(&store, &[&STEPS[..], &args].concat()).expect(0);
+        seen.push((state(&store), steps(&log(&log_file), "loss")));
+    }
+    assert_ne!(seen[0].0, seen[1].0, "microbatches have no effect at all");
+    for (_, losses) in &seen {
+        assert_eq!(losses.len(), 4);
+        let far = losses.iter().zip(&seen[0].1).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(far < 1e-5, "{losses:?} {:?}", seen[0].1);
+    }
+}
+
+#[test]
+fn an_actor_that_panics_costs_no_bits() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let args = [&STEPS[..], &["--micro-rows", "2", "--data", &text]].concat();
+    let calm = lab.store("calm", FAMILIES[0], 5);
+    train(&calm, &args).expect(0);
+    for (i, fault) in [
+        "compute:panic:1",
+        "compute:panic:40",
+        "store:panic:1",
+        "store:panic:23",
+        "store:panic:24",
+        "store:panic:25",
+        "store:panic:41",
+        "optimizer:panic:1",
+        "optimizer:panic:10",
+        "optimizer:panic:33",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let actor = fault.split(':').next().unwrap();
+        let store = lab.store(&format!("store{i}"), FAMILIES[0], 5);
+        let log_file = lab.path(&format!("{i}.jsonl"));
+        train(&store, &[&args[..], &["--fault", fault, "--log", &log_file]].concat()).expect(0);
+        let lines = log(&log_file);
+        let restarts = events(&lines, "restart");
+        assert_eq!(restarts.len(), 1, "{fault}: {lines:?}");
+        assert_eq!(restarts[0]["actor"], actor);
+        assert_eq!(state(&store), state(&calm), "{fault}");
+    }
+}
+
+#[test]
+fn several_panics_in_one_run_cost_no_bits() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let args = [&STEPS[..], &["--micro-rows", "2", "--data", &text]].concat();
+    let (calm, store) = (lab.store("calm", FAMILIES[3], 6), lab.store("store", FAMILIES[3], 6));
+    train(&calm, &args).expect(0);
+    let log_file = lab.path("log.jsonl");
+    // One a step: a step that fails again and again ends the run.
+    let faults = [
+        "--fault",
+        "store:panic:12",
+        "--fault",
+        "compute:panic:90",
+        "--fault",
+        "optimizer:panic:75",
+        "--fault",
+        "compute:panic:190",
+        "--log",
+        &log_file,
+    ];
+    train(&store, &[&args[..], &faults].concat()).expect(0);
+    assert_eq!(events(&log(&log_file), "restart").len(), 4);
+    assert_eq!(state(&store), state(&calm));
+}
+
+#[test]
+fn a_machine_that_panics_ends_the_run_and_leaves_the_store_whole() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let args = [&STEPS[..], &["--micro-rows", "2", "--data", &text]].concat();
+    let calm = lab.store("calm", FAMILIES[0], 5);
+    train(&calm, &args).expect(0);
+    for (i, fault) in
+        ["node:panic:5", "node:panic:90", "run:panic:5", "run:panic:9"].into_iter().enumerate()
+    {
+        let store = lab.store(&format!("store{i}"), FAMILIES[0], 5);
+        let ended = train(&store, &[&args[..], &["--fault", fault]].concat()).expect(5);
+        ended.says(&["error: ", fault.split(':').next().unwrap(), "injected fault"]);
+        assert!(state(&store).0 < 4, "{fault} came too late");
+        crate::lab::ftactor(&["verify", "--store", &store]).expect(0);
+        train(&store, &[]).expect(0);
+        assert_eq!(state(&store), state(&calm), "{fault}");
+    }
+}
+
+#[test]
+fn an_actor_that_dies_again_and_again_ends_the_run() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let store = lab.store("store", FAMILIES[0], 5);
+    let before = state(&store);
+    let faults: Vec<String> = (1..40).map(|n| format!("compute:panic:{n}")).collect();
+    let mut args = [&STEPS[..], &["--data", &text]].concat();
+    faults.iter().for_each(|fault| args.extend(["--fault", fault.as_str()]));
+    train(&store, &args).expect(5).says(&["error: ", "compute"]);
+    assert_eq!(state(&store), before);
+    train(&store, &[]).expect(0);
+}

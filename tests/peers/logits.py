@@ -1,0 +1,69 @@
+"""The store as a checkpoint: transformers loads the store's directory itself, and its loss equals ftactor's.
+
+Checks that (1) an export's tensors equal the store's bit for bit, (2) transformers gives the same logits, bit
+for bit, from both, (3) its mean loss on the same rows is that of `ftactor eval` within 1e-4. Exit code 0 if all
+hold. Needs torch, transformers, safetensors.
+"""
+import argparse
+import json
+import os
+import sys
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import lab
+
+
+def arguments():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("store", metavar="STORE", help="a store that nobody is training")
+    p.add_argument("--ftactor", default="ftactor", metavar="BINARY")
+    p.add_argument("--text", metavar="FILE", help="take the rows from this text (default: random tokens)")
+    p.add_argument("--rows", type=int, default=4)
+    p.add_argument("--seq-len", type=int, default=128)
+    p.add_argument("--threads", type=int, default=2)
+    return p.parse_args()
+
+
+def load(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def differing_tensors(store, export):
+    ours, theirs = lab.tensors(store), lab.tensors(export)
+    if missing := (ours.keys() ^ theirs.keys()):
+        sys.exit(f"not in both checkpoints: {sorted(missing)}")
+    bits = lambda tensor: tensor.view(torch.int32)
+    return sum(not torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
+
+
+@torch.no_grad()
+def compare(a, work):
+    rows_file, export = os.path.join(work, "rows.npy"), os.path.join(work, "export")
+    ids = torch.from_numpy(lab.make_rows(rows_file, a.store, a.rows, a.seq_len, a.text).astype("int64"))
+    said = lab.ftactor(a.ftactor, "eval", "--store", a.store, "--data", rows_file,
+                       "--seq-len", a.seq_len, "--threads", a.threads, "--json")
+    lab.ftactor(a.ftactor, "export", "--store", a.store, "--out", export)
+
+    checks = lab.Checks()
+    checks.at_most("tensors that differ: store and export", differing_tensors(a.store, export), 0)
+    from_store, from_export = load(a.store), load(export)
+    output = from_store(input_ids=ids, labels=ids)
+    logits = from_export(input_ids=ids).logits
+    checks.at_most("logits that differ: store and export", int((output.logits != logits).sum()), 0)
+    difference = abs(json.loads(said)["loss"] - output.loss.item())
+    checks.at_most("loss: ftactor and transformers", difference, 1e-4)
+    return checks.exit_code()
+
+
+def main():
+    a = arguments()
+    torch.set_num_threads(a.threads)
+    with tempfile.TemporaryDirectory() as work:
+        return compare(a, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
