@@ -159,8 +159,9 @@ impl World {
                 panic!("seed {}: nothing moves at step {}", self.setup.seed, self.durable)
             };
             self.now = time;
-            let happening = self.happenings.remove(&number).unwrap();
-            self.happen(happening);
+            if let Some(happening) = self.happenings.remove(&number) {
+                self.happen(happening);
+            }
         }
         self.end.unwrap()
     }
@@ -256,6 +257,8 @@ impl World {
                 self.occupy(Resource::Disk, 1, attempt, NodeEvent::Synced { attempt });
             }
             NodeCommand::Drain { attempt } => {
+                // A drained optimizer forgets every update, an older attempt's too.
+                self.happenings.retain(|_, h| !matches!(h, Happening::Wrote { .. }));
                 let until = self.in_flight_until.max(self.now) + 1;
                 self.writing = None;
                 self.at(until, Happening::Node(NodeEvent::Drained { attempt }));

@@ -188,7 +188,10 @@ impl RunActor {
                 facts.layers = layers;
                 facts.phase.optimizer = facts.applied.elapsed().as_secs_f64();
             }
-            (FromNode::Failed { attempt, .. }, Detail::Failure(failure)) => {
+            // Whatever else was in flight fails as well: the first failure is the one to tell.
+            (FromNode::Failed { attempt, .. }, Detail::Failure(failure))
+                if self.attempts.contains_key(&attempt) =>
+            {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
                 self.args.observer.event(&Event::Aborted { step, attempt: attempt.0, reason });
