@@ -122,37 +122,37 @@ fn spawn_all(
     let table = Arc::new(config.store.table().clone());
     // No machine has more than this in flight: a few visits of all microbatches.
     let capacity = 1024 + 64 * config.shape.micros();
-    let at = |_: ()| directory.clone();
+    let here = || directory.clone();
     let store = supervise::<StoreActor, _>(
-        at(()),
+        here(),
         Directory::store,
         capacity,
         store_args(&config, scratch),
         Restart::Always,
     );
     let compute = supervise::<ComputeActor, _>(
-        at(()),
+        here(),
         Directory::compute,
         capacity,
         compute_args(&config),
         Restart::Always,
     );
     let optimizer = supervise::<OptimizerActor, _>(
-        at(()),
+        here(),
         Directory::optimizer,
         capacity,
         optimizer_args(directory, &config, &table, map),
         Restart::Always,
     );
     let node = supervise::<NodeActor, _>(
-        at(()),
+        here(),
         Directory::node,
         capacity,
         node_args(directory, &config, &table, map),
         Restart::Never,
     );
     let run = supervise::<RunActor, _>(
-        at(()),
+        here(),
         Directory::run,
         capacity,
         run_args(directory, config),

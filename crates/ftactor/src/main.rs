@@ -5,6 +5,7 @@ mod commands;
 mod corpus;
 mod demo;
 mod exit;
+mod interrupt;
 mod log;
 mod machine;
 mod new_run;

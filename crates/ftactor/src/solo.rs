@@ -15,6 +15,7 @@ use telemetry::{BlockDevice, Metrics, Server};
 
 use crate::cli::SoloArgs;
 use crate::exit::{self, Refused, refuse};
+use crate::interrupt::Interrupt;
 use crate::log::StepLog;
 use crate::options::{TrainOptions, parse_size};
 use crate::out::{errln, outln};
@@ -369,6 +370,7 @@ fn run_segments(
     observer: &Arc<RunObserver>,
 ) -> anyhow::Result<Summary> {
     let faults = FaultPlan::new(args.fault.clone());
+    let interrupt = runtime.block_on(async { Interrupt::listen() });
     let mut total: Option<Summary> = None;
     loop {
         let step = session.store.state().step.0;
@@ -377,16 +379,17 @@ fn run_segments(
         let summary = runtime
             .block_on(async {
                 let solo = Solo::start(config)?;
-                stop_on_signals(solo.stopper());
+                interrupt.stops(solo.stopper());
                 solo.wait().await
             })
             .map_err(machine::failed)?;
         let summary = add(total.take(), summary);
-        if summary.end != End::Completed || summary.step >= session.record.steps {
+        if summary.end == End::Completed {
             measure(session, options, observer, summary.step)?;
+        }
+        if summary.end != End::Completed || summary.step >= session.record.steps {
             return Ok(summary);
         }
-        measure(session, options, observer, summary.step)?;
         total = Some(summary);
     }
 }
@@ -437,28 +440,6 @@ fn solo_config(
         observer,
         faults: faults.clone(),
     })
-}
-
-/// The first Ctrl-C or SIGTERM ends the run cleanly, the second one at once.
-fn stop_on_signals(stop: impl Fn() + Send + Sync + 'static) {
-    tokio::spawn(async move {
-        wait_for_signal().await;
-        errln!("stopping after the step that is about to commit; once more stops at once");
-        stop();
-        wait_for_signal().await;
-        std::process::exit(i32::from(exit::INTERRUPTED));
-    });
-}
-
-async fn wait_for_signal() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = tokio::signal::ctrl_c() => {}
-        _ = terminate.recv() => {}
-    }
 }
 
 /// Loss on the evaluation data and a sample, if it is time.
