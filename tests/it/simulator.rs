@@ -4,9 +4,9 @@
 //! step s+1 is written before s is durable; a read sees a version that is completely written.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-use model::{Attempt, LayerId, LayerTable, Limits, ModelConfig, Slot, Step};
+use model::{Attempt, LayerId, LayerTable, Limits, Micro, ModelConfig, Slot, Step};
 use schedule::{
     ComputeOp, End, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, Policy, Run, RunCommand,
     RunConfig, RunEvent, ToNode, VisitKind,
@@ -25,6 +25,7 @@ pub(crate) struct Costs {
     pub(crate) forward: Time,
     pub(crate) backward: Time,
     pub(crate) commit: Time,
+    pub(crate) park: Time,
 }
 
 /// What a simulation is made of.
@@ -63,6 +64,8 @@ enum Happening {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Resource {
     Disk,
+    /// Writes to `scratch/`, which reads do not queue behind.
+    Writer,
     Device,
 }
 
@@ -80,6 +83,8 @@ pub(crate) struct World {
     /// Version (step) that each slot of each layer holds; `None` while it is being written.
     slots: Vec<[Option<Step>; 2]>,
     live: Vec<Slot>,
+    /// Inputs on their way to `scratch/`.
+    parking: BTreeSet<(LayerId, Micro)>,
     durable: Step,
     /// The attempt that may write.
     writing: Option<(Step, Attempt)>,
@@ -141,6 +146,7 @@ impl World {
             random: setup.seed,
             slots: vec![[Some(Step(0)), None]; table.len()],
             live,
+            parking: BTreeSet::new(),
             durable: Step(0),
             writing: None,
             in_flight_until: 0,
@@ -172,7 +178,12 @@ impl World {
                 self.slots[layer.index()][slot as usize] = Some(step);
                 self.tell_node(NodeEvent::Updated { attempt, layer });
             }
-            Happening::Node(event) => self.tell_node(event),
+            Happening::Node(event) => {
+                if let NodeEvent::Parked { layer, micro, .. } = event {
+                    self.parking.remove(&(layer, micro));
+                }
+                self.tell_node(event);
+            }
             Happening::Run(event) => {
                 if let RunEvent::Durable { step } = event {
                     self.become_durable(step);
@@ -236,10 +247,16 @@ impl World {
                 self.occupy(Resource::Disk, time, attempt, NodeEvent::Streamed { attempt, visit });
             }
             NodeCommand::Park { attempt, layer, micro } => {
+                self.parking.insert((layer, micro));
                 let event = NodeEvent::Parked { attempt, layer, micro };
-                self.occupy(Resource::Disk, 1, attempt, event);
+                self.occupy(Resource::Writer, self.setup.costs.park, attempt, event);
             }
             NodeCommand::Unpark { attempt, layer, micro } => {
+                let seed = self.setup.seed;
+                assert!(
+                    !self.parking.contains(&(layer, micro)),
+                    "seed {seed}: read before written"
+                );
                 let event = NodeEvent::Unparked { attempt, layer, micro };
                 self.occupy(Resource::Disk, 1, attempt, event);
             }
@@ -259,6 +276,7 @@ impl World {
             NodeCommand::Drain { attempt } => {
                 // A drained optimizer forgets every update, an older attempt's too.
                 self.happenings.retain(|_, h| !matches!(h, Happening::Wrote { .. }));
+                self.parking.clear();
                 let until = self.in_flight_until.max(self.now) + 1;
                 self.writing = None;
                 self.at(until, Happening::Node(NodeEvent::Drained { attempt }));

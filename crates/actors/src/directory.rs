@@ -1,5 +1,6 @@
 //! [`Directory`]: where each actor is right now. The supervisor writes it, everybody else reads.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -100,6 +101,8 @@ struct Places {
     store: Place<StoreRequest>,
     compute: Place<ComputeRequest>,
     optimizer: Place<OptimizerMessage>,
+    /// Set before the message is sent, which nobody may be there to hear yet.
+    stop: AtomicBool,
     /// Where the end of the run is waited for.
     ended: Mutex<Option<oneshot::Sender<Ended>>>,
 }
@@ -137,7 +140,7 @@ impl Directory {
 
     /// Waits until every actor has moved in or the run is over: what is posted to an empty place
     /// is lost.
-    pub(crate) async fn everybody_in(&self) {
+    async fn everybody_in(&self) {
         while self.run().is_empty()
             || self.node().is_empty()
             || self.store().is_empty()
@@ -146,6 +149,21 @@ impl Directory {
         {
             tokio::time::sleep(MOVE_IN_POLL).await;
         }
+    }
+
+    /// Asks the run to stop: now, or as soon as it has started.
+    pub(crate) fn stop(&self) {
+        self.places.stop.store(true, Ordering::SeqCst);
+        self.run().post(RunMessage::StopRequested);
+    }
+
+    /// Starts the run once everybody is there, unless it was told to stop before.
+    pub(crate) async fn start(&self) {
+        self.everybody_in().await;
+        if self.places.stop.load(Ordering::SeqCst) {
+            self.run().post(RunMessage::StopRequested);
+        }
+        self.run().post(RunMessage::Start);
     }
 
     /// Lets every actor go.

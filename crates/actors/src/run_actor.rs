@@ -57,6 +57,8 @@ pub(crate) struct RunActor {
     run: Run,
     /// Where each step that is not durable yet begins in the data.
     cursors: BTreeMap<Step, Cursor>,
+    /// The step whose rows are wanted next, and those that are there.
+    wanted: Option<Step>,
     loaded: Option<(Step, Arc<Batch>)>,
     attempts: BTreeMap<Attempt, Facts>,
     /// The record that is being written.
@@ -68,6 +70,8 @@ pub(crate) struct RunActor {
     opened: IoCounters,
     counters: IoCounters,
     failure: Option<Arc<Failure>>,
+    /// The failure ends the run, whatever is still committed before.
+    gave_up: bool,
 }
 
 /// What is known of an attempt.
@@ -99,6 +103,7 @@ impl Actor for RunActor {
         Ok(RunActor {
             run: Run::new(config),
             cursors: BTreeMap::from([(committed.next(), cursor)]),
+            wanted: None,
             loaded: None,
             attempts: BTreeMap::new(),
             committing: None,
@@ -109,6 +114,7 @@ impl Actor for RunActor {
             opened: args.counters,
             counters: args.counters,
             failure: None,
+            gave_up: false,
             args,
         })
     }
@@ -134,7 +140,11 @@ impl RunActor {
                 self.args.observer.event(&Event::Started { step, last_step });
                 Some(RunEvent::Start)
             }
-            RunMessage::BatchLoaded { step, result } => Some(self.batch_loaded(step, result)),
+            // Rows of a dropped attempt may come late.
+            RunMessage::BatchLoaded { step, result } => {
+                self.wanted.take_if(|wanted| *wanted == step)?;
+                Some(self.batch_loaded(step, result))
+            }
             RunMessage::Node { report, detail } => self.node_reported(report, detail),
             RunMessage::Committed { step, result } => self.committed(step, result),
             RunMessage::CommitAgain => {
@@ -163,6 +173,7 @@ impl RunActor {
 
     fn give_up(&mut self, failure: Failure) -> RunEvent {
         self.failure = Some(Arc::new(failure));
+        self.gave_up = true;
         RunEvent::GiveUp
     }
 
@@ -189,12 +200,13 @@ impl RunActor {
                 facts.phase.optimizer = facts.applied.elapsed().as_secs_f64();
             }
             // Whatever else was in flight fails as well: the first failure is the one to tell.
-            (FromNode::Failed { attempt, .. }, Detail::Failure(failure))
+            (FromNode::Failed { attempt, fatal }, Detail::Failure(failure))
                 if self.attempts.contains_key(&attempt) =>
             {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
                 self.args.observer.event(&Event::Aborted { step, attempt: attempt.0, reason });
+                self.gave_up |= fatal;
                 self.failure = Some(Arc::new(failure));
             }
             _ => {}
@@ -230,7 +242,9 @@ impl RunActor {
         let Some(facts) = self.attempts.remove(&state.attempt) else { return };
         self.args.state = *state;
         self.commits += 1;
-        self.failure = None;
+        if !self.gave_up {
+            self.failure = None;
+        }
         self.cursors = self.cursors.split_off(&step.next());
         let commit_seconds = self.commit_started.elapsed().as_secs_f64();
         let state = &self.args.state;
@@ -271,11 +285,15 @@ impl RunActor {
         let Some(&cursor) = self.cursors.get(&step) else {
             panic!("step {step} is loaded before the one before it")
         };
+        self.wanted = Some(step);
         let (directory, rows) = (self.args.directory.clone(), Arc::clone(&self.args.rows));
         let (sampler, shape) = (self.args.sampler, self.args.shape);
-        tokio::task::spawn_blocking(move || {
-            let result = read_batch(&rows, &sampler, cursor, shape);
+        // Answers Lost if reading panics.
+        let reply = Reply::new(move |result| {
             directory.run().post(RunMessage::BatchLoaded { step, result });
+        });
+        tokio::task::spawn_blocking(move || {
+            reply.send(read_batch(&rows, &sampler, cursor, shape));
         });
     }
 
@@ -284,12 +302,12 @@ impl RunActor {
         match message {
             ToNode::Begin { step, attempt } => work = self.begin(step, attempt),
             ToNode::Apply { attempt, sum_of_squares, .. } => {
-                if let (Some(facts), Clip::Global(max)) =
-                    (self.attempts.get_mut(&attempt), self.args.clip)
-                {
-                    factor = optim::clip_factor(max, sum_of_squares.sqrt());
-                    facts.factor = factor;
+                if let Some(facts) = self.attempts.get_mut(&attempt) {
                     facts.applied = Instant::now();
+                    if let Clip::Global(max) = self.args.clip {
+                        factor = optim::clip_factor(max, sum_of_squares.sqrt());
+                    }
+                    facts.factor = factor;
                 }
             }
             ToNode::Abort { attempt } => self.attempts.retain(|a, _| *a < attempt),

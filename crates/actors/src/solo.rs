@@ -16,7 +16,6 @@ use crate::compute_actor::{ComputeActor, ComputeArgs, OpenDevice};
 use crate::directory::{Directory, Ended};
 use crate::fault::FaultPlan;
 use crate::gate::Gate;
-use crate::messages::RunMessage;
 use crate::node_actor::{NodeActor, NodeArgs};
 use crate::optimizer_actor::{OptimizerActor, OptimizerArgs};
 use crate::reply::Failure;
@@ -83,22 +82,19 @@ impl Solo {
         let (directory, ended) = Directory::new();
         let actors = spawn_all(&directory, config, scratch, &map);
         let starting = directory.clone();
-        tokio::spawn(async move {
-            starting.everybody_in().await;
-            starting.run().post(RunMessage::Start);
-        });
+        tokio::spawn(async move { starting.start().await });
         Ok(Solo { directory, ended, actors })
     }
 
     /// Finishes what is about to commit, drops the rest, ends.
     pub fn stop(&self) {
-        self.directory.run().post(RunMessage::StopRequested);
+        self.directory.stop();
     }
 
     /// Something that stops the run from anywhere.
     pub fn stopper(&self) -> impl Fn() + Send + Sync + 'static {
         let directory = self.directory.clone();
-        move || directory.run().post(RunMessage::StopRequested)
+        move || directory.stop()
     }
 
     /// Waits for the end of the run and of every actor.

@@ -5,6 +5,7 @@
 //! - gradients reserved and not yet spilled or applied never exceed `Limits::gradient_bytes`, nor
 //!   inputs of layers `Limits::boundaries`;
 //! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
+//! - an input is read back from `scratch/` only after all of its layer's have been written there;
 //! - updates of a step are issued only when the step before is durable, into slots that are not
 //!   live;
 //! - after an abort nothing new starts until device, optimizer and store have answered that they
@@ -242,7 +243,9 @@ impl Node {
                 );
                 pass.unbound(if consumes { self.config.micros as usize } else { 0 });
             }
-            NodeEvent::Parked { attempt, .. } if attempt == pass.attempt => pass.free_inputs(1),
+            NodeEvent::Parked { attempt, layer, .. } if attempt == pass.attempt => {
+                pass.parked(layer);
+            }
             NodeEvent::Unparked { attempt, layer, .. } if attempt == pass.attempt => {
                 pass.unparked(layer);
             }
@@ -346,7 +349,8 @@ impl Node {
         let micros = self.config.micros;
         let unparks = self.unparks(visit);
         let room = pass.inputs + if unparks { micros as usize } else { 0 };
-        if room > self.config.limits.boundaries {
+        // What is still on its way to `scratch/` must not be read back yet.
+        if room > self.config.limits.boundaries || (unparks && !pass.is_parked(visit.layer)) {
             return None;
         }
         let mut commands = match &visit.need {

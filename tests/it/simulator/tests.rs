@@ -21,6 +21,7 @@ fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
             forward: 4 * UNIT,
             backward: 24 * UNIT,
             commit: UNIT,
+            park: UNIT,
         },
         faults_per_million: 0,
         jitter_percent: 0,
@@ -92,6 +93,15 @@ fn faults_cost_attempts_and_never_a_committed_step() {
     }
     assert!(aborts > 300, "only {aborts} aborts: the faults do not bite");
     assert!(failed < 200, "{failed} of 1000 runs gave up");
+}
+
+#[test]
+fn an_input_comes_back_only_after_it_has_left() {
+    for weight_buffers in 2..5 {
+        let mut setup = Setup { tight: true, layers: 4, ..balanced(Policy::Fused, weight_buffers) };
+        setup.costs.park = 500 * UNIT;
+        assert_eq!(World::new(setup).run(), End::Completed);
+    }
 }
 
 #[test]

@@ -17,7 +17,8 @@ pub(super) struct Pass {
     /// Inputs of layers in RAM: made or on their way back, not yet used up or parked.
     pub(super) inputs: usize,
     streamed: Vec<VisitId>,
-    /// Microbatches of each layer whose input has come back.
+    /// Microbatches of each layer whose input has left RAM, and has come back.
+    parked: Vec<u32>,
     unparked: Vec<u32>,
     rows_ready: Vec<bool>,
     losses: Vec<Option<f64>>,
@@ -34,6 +35,7 @@ impl Pass {
             buffers: 0,
             inputs: 0,
             streamed: Vec::new(),
+            parked: vec![0; layers],
             unparked: vec![0; layers],
             rows_ready: vec![false; micros as usize],
             losses: vec![None; micros as usize],
@@ -67,6 +69,15 @@ impl Pass {
     pub(super) fn free_inputs(&mut self, inputs: usize) {
         assert!(self.inputs >= inputs, "an input was returned twice");
         self.inputs -= inputs;
+    }
+
+    pub(super) fn parked(&mut self, layer: LayerId) {
+        self.parked[layer.index()] += 1;
+        self.free_inputs(1);
+    }
+
+    pub(super) fn is_parked(&self, layer: LayerId) -> bool {
+        self.parked[layer.index()] as usize == self.losses.len()
     }
 
     pub(super) fn unparked(&mut self, layer: LayerId) {
