@@ -28,7 +28,9 @@ pub(crate) fn judge(failure: &Failure) -> Verdict {
         Failure::Lost => Verdict::Retry,
         Failure::Device(DeviceError::Token { .. } | DeviceError::Shape { .. }) => Verdict::StopNode,
         Failure::Device(_) | Failure::Memory(_) => Verdict::Retry,
-        Failure::Data(_) | Failure::Dead { .. } | Failure::NotFinite { .. } => Verdict::StopNode,
+        Failure::Data(_) | Failure::Logits | Failure::Dead { .. } | Failure::NotFinite { .. } => {
+            Verdict::StopNode
+        }
         Failure::Store(StoreError::Io { .. }) => Verdict::Retry,
         Failure::Store(_) => Verdict::StopNode,
     }

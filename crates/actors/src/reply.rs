@@ -10,8 +10,11 @@ pub enum Failure {
     Store(#[from] StoreError),
     #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error("data: {0}")]
-    Data(String),
+    #[error(transparent)]
+    Data(#[from] data::RowsError),
+    /// The model's output for the next token has no largest element.
+    #[error("the model's logits are not finite")]
+    Logits,
     #[error(
         "step {step} is not finite (loss {loss}, gradient norm {grad_norm}); nothing was committed"
     )]

@@ -397,6 +397,6 @@ fn read_batch(
 ) -> Result<LoadedBatch, Failure> {
     let (ids, next) = sampler.batch(cursor);
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
-    rows.read(&ids, &mut tokens, &mut targets).map_err(|e| Failure::Data(e.to_string()))?;
+    rows.read(&ids, &mut tokens, &mut targets)?;
     Ok(LoadedBatch { batch: Arc::new(Batch::new(&tokens, &targets, shape)), next })
 }

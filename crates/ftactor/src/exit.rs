@@ -113,7 +113,8 @@ fn data_code(kind: data::ErrorKind) -> u8 {
 pub(crate) fn failure_code(failure: &Failure) -> u8 {
     match failure {
         Failure::Store(error) => store_code(error),
-        Failure::Data(_) => USAGE,
+        Failure::Data(error) => data_code(error.kind()),
+        Failure::Logits => GUARD,
         Failure::Memory(_) => NOT_ENOUGH,
         Failure::NotFinite { .. } => GUARD,
         Failure::Device(_) | Failure::Lost | Failure::Dead { .. } => FAILED,

@@ -83,6 +83,11 @@ impl RunObserver {
         }
     }
 
+    /// A line that is shown whatever the run shows.
+    pub(crate) fn warn(&self, line: &str) {
+        self.bar.suspend(|| errln!("warning: {line}"));
+    }
+
     /// A line for the step log, and for standard output if that is JSON.
     pub(crate) fn record(&self, line: &serde_json::Value) {
         if let Some(log) = &self.log {

@@ -86,7 +86,7 @@ pub(crate) fn shape(options: &TrainOptions, defaults: Defaults) -> anyhow::Resul
 
 /// The largest divisor of `batch_rows` with at most 2048 tokens, at least 1.
 fn default_micro_rows(batch_rows: usize, seq_len: usize) -> usize {
-    (1..=batch_rows)
+    (1..=batch_rows.min(MICRO_TOKENS / seq_len))
         .rev()
         .find(|rows| batch_rows.is_multiple_of(*rows) && rows * seq_len <= MICRO_TOKENS)
         .unwrap_or(1)
@@ -110,7 +110,7 @@ impl RunRecord {
             steps,
             lr: options.lr.unwrap_or(defaults.lr),
             schedule: options.schedule.clone().unwrap_or_else(|| "cosine".into()),
-            warmup_steps: options.warmup_steps.unwrap_or(steps * 3 / 100),
+            warmup_steps: options.warmup_steps.unwrap_or(steps / 100 * 3 + steps % 100 * 3 / 100),
             min_lr_ratio: options.min_lr_ratio.unwrap_or(0.1),
             weight_decay: options.weight_decay.unwrap_or(0.0),
             beta1: options.beta1.unwrap_or(0.9),

@@ -171,8 +171,9 @@ fn run_record(
     let (rows_file, files) = prepare_rows(store, config, data, shape.seq_len)?;
     let rows = Rows::open(store.dir().join(&rows_file))?;
     let sampler = Sampler::new(order(rows.rows(), 0, true), shape.batch_rows as u64);
-    let steps =
-        options.steps.unwrap_or_else(|| options.epochs.unwrap_or(1) * sampler.steps_per_epoch());
+    let steps = options
+        .steps
+        .unwrap_or_else(|| options.epochs.unwrap_or(1).saturating_mul(sampler.steps_per_epoch()));
     if steps == 0 {
         return refuse("the run has no steps: give --steps or --epochs of at least 1");
     }
@@ -207,7 +208,8 @@ fn resume(
     }
     let rows = Rows::open(store.dir().join(&record.rows_file))?;
     let sampler = Sampler::new(order(rows.rows(), 0, true), record.batch_rows as u64);
-    let wanted = options.steps.or(options.epochs.map(|e| e * sampler.steps_per_epoch()));
+    let wanted =
+        options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
     if let Some(steps) = wanted.filter(|steps| *steps != record.steps) {
         if steps < store.state().step.0 {
             return refuse(format!(
@@ -256,6 +258,23 @@ fn order(rows: u64, seed: u64, shuffle: bool) -> Order {
     Order { seed, rows, shuffle }
 }
 
+/// Rows, record and cursor come from different files: whoever edited one is told.
+fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<()> {
+    if rows.seq_len() as usize != record.seq_len {
+        return refuse(format!(
+            "{} of the store has rows of {} tokens, run.json says {}; start again with --new-run",
+            record.rows_file,
+            rows.seq_len(),
+            record.seq_len
+        ));
+    }
+    let sampler = Sampler::new(order(rows.rows(), 0, true), record.batch_rows as u64);
+    let cursor = data::Cursor { epoch: state.epoch, index: state.index };
+    sampler.check(cursor).map_err(|error| {
+        Refused(format!("run.json does not fit the last commit: {error}; use --new-run")).into()
+    })
+}
+
 fn open_session(
     store: TrainingStore,
     config: ModelConfig,
@@ -264,6 +283,7 @@ fn open_session(
     budget: Budget,
 ) -> anyhow::Result<Session> {
     let rows = Rows::open(store.dir().join(&record.rows_file))?;
+    check_rows(&rows, &record, &store.state())?;
     let policy = record.policy(options.update)?;
     let limits = limits(store.table(), &config, &record, policy, budget.total_bytes())?;
     Ok(Session {
@@ -384,8 +404,11 @@ fn run_segments(
             })
             .map_err(machine::failed)?;
         let summary = add(total.take(), summary);
-        if summary.end == End::Completed {
-            measure(session, options, observer, summary.step)?;
+        if summary.end == End::Completed
+            && let Err(error) = measure(session, options, observer, summary.step)
+        {
+            // A measurement is worth less than the run.
+            observer.warn(&format!("step {}: not measured: {error:#}", summary.step));
         }
         if summary.end != End::Completed || summary.step >= session.record.steps {
             return Ok(summary);

@@ -140,7 +140,7 @@ pub(crate) fn generate(
 fn choose(logits: &[f32], temperature: f64, random: &mut Random) -> Result<u32, Failure> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if !largest.is_finite() {
-        return Err(Failure::Data("the model's logits are not finite".into()));
+        return Err(Failure::Logits);
     }
     if temperature <= 0.0 {
         return Ok(logits.iter().position(|&l| l == largest).map_or(0, |i| i as u32));
