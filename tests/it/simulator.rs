@@ -107,7 +107,6 @@ fn limits(setup: &Setup) -> Limits {
     let parks = |layer: usize| setup.tight && (1..layers - 1).contains(&layer);
     Limits {
         weight_buffers: setup.weight_buffers,
-        weight_buffer_bytes: 0,
         boundaries: if setup.tight { 3 } else { layers } * setup.micros as usize,
         boundary_bytes: 0,
         parked: (0..layers).map(parks).collect(),
@@ -119,7 +118,6 @@ fn limits(setup: &Setup) -> Limits {
             .collect(),
         kept: 0,
         optimizer_chunks: 4,
-        total_bytes: usize::MAX,
     }
 }
 

@@ -170,7 +170,7 @@ fn run_record(
     let shape = crate::run_record::shape(options, defaults)?;
     let (rows_file, files) = prepare_rows(store, config, data, shape.seq_len)?;
     let rows = Rows::open(store.dir().join(&rows_file))?;
-    let sampler = Sampler::new(order(rows.rows(), 0, true), shape.batch_rows as u64);
+    let sampler = batches(&rows, shape.batch_rows);
     let steps = options
         .steps
         .unwrap_or_else(|| options.epochs.unwrap_or(1).saturating_mul(sampler.steps_per_epoch()));
@@ -207,7 +207,7 @@ fn resume(
         ));
     }
     let rows = Rows::open(store.dir().join(&record.rows_file))?;
-    let sampler = Sampler::new(order(rows.rows(), 0, true), record.batch_rows as u64);
+    let sampler = batches(&rows, record.batch_rows);
     let wanted =
         options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
     if let Some(steps) = wanted.filter(|steps| *steps != record.steps) {
@@ -254,6 +254,11 @@ fn prepare_rows(
     Ok((rows_file, files))
 }
 
+/// How many batches there are and where each begins, which no order of the rows changes.
+fn batches(rows: &Rows, batch_rows: usize) -> Sampler {
+    Sampler::new(order(rows.rows(), 0, true), batch_rows as u64)
+}
+
 fn order(rows: u64, seed: u64, shuffle: bool) -> Order {
     Order { seed, rows, shuffle }
 }
@@ -268,7 +273,7 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
             record.seq_len
         ));
     }
-    let sampler = Sampler::new(order(rows.rows(), 0, true), record.batch_rows as u64);
+    let sampler = batches(rows, record.batch_rows);
     let cursor = data::Cursor { epoch: state.epoch, index: state.index };
     sampler.check(cursor).map_err(|error| {
         Refused(format!("run.json does not fit the last commit: {error}; use --new-run")).into()

@@ -190,7 +190,6 @@ pub struct Workspace {
 pub struct Limits {
     /// Tiles of weights bound or on their way at once.
     pub weight_buffers: usize,
-    pub weight_buffer_bytes: usize,
     /// Inputs of layers, `[micro tokens, D]` each, that are in RAM at once.
     pub boundaries: usize,
     pub boundary_bytes: usize,
@@ -206,7 +205,6 @@ pub struct Limits {
     pub kept: usize,
     /// Chunks of state the optimizer has in flight.
     pub optimizer_chunks: usize,
-    pub total_bytes: usize,
 }
 
 /// Bytes of one unit of I/O and hashing, counted from the first byte of a plane.
@@ -262,7 +260,6 @@ impl Limits {
         let kept = share(workspace.kept_bytes, (table.len() - 2) * micros);
         Ok(Limits {
             weight_buffers: WEIGHT_BUFFERS_MIN + extra_buffers,
-            weight_buffer_bytes: parts.weight_buffer,
             boundaries: (BOUNDARIES_MIN + kept_inputs) * micros,
             boundary_bytes: parts.boundary,
             parked: parked(table.len(), kept_inputs),
@@ -271,7 +268,6 @@ impl Limits {
             layer_gradient_bytes: parts.gradients,
             kept,
             optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
-            total_bytes: ram_bytes,
         })
     }
 }
