@@ -170,7 +170,13 @@ impl<'r> Forward<'r> {
         match ask {
             Ask::Loss(labels) => {
                 let labels = Arc::clone(labels);
-                self.compute(Command::HeadScore { weights, h: Y, labels, stats: STATS })?;
+                self.compute(Command::HeadScore {
+                    weights,
+                    h: Y,
+                    labels,
+                    stats: STATS,
+                    keep: false,
+                })?;
             }
             Ask::Logits { token } => {
                 let command = Command::HeadLogits { weights, h: Y, token: *token };

@@ -45,7 +45,9 @@ struct Scratch {
     scores: Vec<f32>,
     other: Vec<f32>,
     output: Vec<f32>,
-    rows: [Vec<f32>; 3],
+    /// Operands as the product's kernel wants them.
+    packed: Vec<f32>,
+    rows: [Vec<f32>; 2],
 }
 
 impl Scratch {
@@ -61,7 +63,7 @@ impl Attention {
     /// `o [T, H*K]` and `lse [B, H, S]` from `qkv [T, (H+2G)*K]`.
     pub(crate) fn forward(&self, qkv: &[f32], o: &mut [f32], lse: &mut [f32]) {
         let (s, n) = (self.shape.seq_len, self.head_dim);
-        let o = MatMut::from_row_major_slice_mut(o, self.shape.tokens(), self.heads * n);
+        let o = MatMut::new(o, self.shape.tokens(), self.heads * n);
         let tasks = grid(o, (s, n)).into_par_iter().zip(lse.par_chunks_mut(s)).with_max_len(1);
         tasks.for_each(|((first, column, o), lse)| {
             SCRATCH.with_borrow_mut(|scratch| {
@@ -108,17 +110,17 @@ impl Attention {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    fn row<'a>(&self, qkv: &'a [f32], row: usize) -> MatRef<'a, f32> {
+    fn row<'a>(&self, qkv: &'a [f32], row: usize) -> MatRef<'a> {
         let (s, width) = (self.shape.seq_len, self.width());
-        MatRef::from_row_major_slice(&qkv[row * s * width..][..s * width], s, width)
+        MatRef::new(&qkv[row * s * width..][..s * width], s, width)
     }
 
     /// The gradients of one row's key heads and their query heads.
     fn split<'a>(&self, dqkv: &'a mut [f32]) -> Vec<GroupGradient<'a>> {
         let (g, n) = (self.kv_heads, self.head_dim);
-        let all = MatMut::from_row_major_slice_mut(dqkv, self.shape.seq_len, self.width());
-        let (q, kv) = all.split_at_col_mut(self.heads * n);
-        let (k, v) = kv.split_at_col_mut(g * n);
+        let all = MatMut::new(dqkv, self.shape.seq_len, self.width());
+        let (q, kv) = all.split_at_col(self.heads * n);
+        let (k, v) = kv.split_at_col(g * n);
         let whole = self.shape.seq_len;
         let q = grid(q, (whole, self.heads / g * n));
         let kv = grid(k, (whole, n)).into_iter().zip(grid(v, (whole, n)));
@@ -132,40 +134,49 @@ impl Attention {
         (self.heads + head / (self.heads / self.kv_heads)) * self.head_dim
     }
 
+    fn value(&self, head: usize) -> usize {
+        self.key(head) + self.kv_heads * self.head_dim
+    }
+
+    /// Some positions of the head whose first column is `column`.
+    fn head<'a>(&self, qkv: MatRef<'a>, column: usize, rows: &Range<usize>) -> MatRef<'a> {
+        qkv.subrows(rows.clone()).subcols(column..column + self.head_dim)
+    }
+
     fn scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
     fn forward_head(
         &self,
-        qkv: MatRef<'_, f32>,
+        qkv: MatRef<'_>,
         head: usize,
-        mut o: MatMut<'_, f32>,
+        mut o: MatMut<'_>,
         lse: &mut [f32],
         scratch: &mut Scratch,
     ) {
         let n = self.head_dim;
-        let k = qkv.subcols(self.key(head), n);
-        let v = qkv.subcols(self.key(head) + self.kv_heads * n, n);
-        let [tops, sums, _] = &mut scratch.rows;
+        let (key, value) = (self.key(head), self.value(head));
+        let Scratch { packed, rows: [tops, sums], .. } = scratch;
         for queries in ranges(lse.len(), QUERIES) {
-            let (count, q) =
-                (queries.len(), qkv.subcols(head * n, n).subrows(queries.start, queries.len()));
+            let count = queries.len();
+            let q = self.head(qkv, head * n, &queries);
             let output = &mut scratch.output[..count * n];
             for keys in ranges(queries.end, KEYS) {
                 let scores = &mut scratch.scores[..count * keys.len()];
-                let (k, v) = (k.subrows(keys.start, keys.len()), v.subrows(keys.start, keys.len()));
-                tile(square(scores, count), Accum::Replace, q, k.transpose(), self.scale());
+                let (k, v) = (self.head(qkv, key, &keys), self.head(qkv, value, &keys));
+                let (replace, scale) = (Accum::Replace, self.scale());
+                tile(square(scores, count), replace, q, k.transpose(), scale, packed);
                 let first = keys.start == 0;
                 let visible = queries.start + 1 - keys.start;
                 let (tops, sums) = (&mut tops[..count], &mut sums[..count]);
                 simd::run(Softmax { scores, visible, first, tops, sums, output });
                 let accum = if first { Accum::Replace } else { Accum::Add };
-                let scores = MatRef::from_row_major_slice(scores, count, keys.len());
-                tile(square(output, count), accum, scores, v, 1.0);
+                let scores = MatRef::new(scores, count, keys.len());
+                tile(square(output, count), accum, scores, v, 1.0, packed);
             }
             for (i, row) in output.chunks_exact(n).enumerate() {
-                let to = row_slice(&mut o, queries.start + i);
+                let to = o.row(queries.start + i);
                 simd::run(Divide { x: row, by: sums[i], y: to });
                 lse[queries.start + i] = tops[i] + sums[i].ln();
             }
@@ -183,10 +194,11 @@ impl Attention {
         d.dv.fill(0.0);
         let members = self.heads / self.kv_heads;
         for member in 0..members {
-            let columns = member * self.head_dim;
-            let dq = d.dq.as_mut().subcols_mut(columns, self.head_dim);
+            let columns = member * self.head_dim..(member + 1) * self.head_dim;
+            let dq = d.dq.reborrow().subcols(columns);
             let head = group * members + member;
-            self.backward_head(operands, head, dq, (d.dk.as_mut(), d.dv.as_mut()), scratch);
+            let (dk, dv) = (d.dk.reborrow(), d.dv.reborrow());
+            self.backward_head(operands, head, dq, (dk, dv), scratch);
         }
     }
 
@@ -194,30 +206,32 @@ impl Attention {
         &self,
         operands: Operands<'_>,
         head: usize,
-        mut dq: MatMut<'_, f32>,
-        (mut dk, mut dv): (MatMut<'_, f32>, MatMut<'_, f32>),
+        mut dq: MatMut<'_>,
+        (mut dk, mut dv): (MatMut<'_>, MatMut<'_>),
         scratch: &mut Scratch,
     ) {
         let (s, n) = (self.shape.seq_len, self.head_dim);
         let (columns, width) = (head * n..head * n + n, self.heads * n);
         let lse = &operands.lse[head * s..][..s];
+        let (key, value) = (self.key(head), self.value(head));
+        let Scratch { scores, other, packed, rows: [deltas, _], .. } = scratch;
         for queries in ranges(s, QUERIES) {
             let (start, count) = (queries.start, queries.len());
-            let q = operands.qkv.subcols(head * n, n).subrows(start, count);
+            let q = self.head(operands.qkv, columns.start, &queries);
             let rows = start * width..queries.end * width;
             let (o, d_o) = (&operands.o[rows.clone()], &operands.d_o[rows]);
-            let deltas = &mut scratch.rows[0][..count];
+            let deltas = &mut deltas[..count];
             simd::run(RowDots { a: o, b: d_o, width, columns: columns.clone(), out: deltas });
-            let d_o = MatRef::from_row_major_slice(d_o, count, width).subcols(columns.start, n);
+            let d_o = MatRef::new(d_o, count, width).subcols(columns.clone());
             for keys in ranges(queries.end, KEYS) {
                 let (from, len) = (keys.start, keys.len());
-                let k = operands.qkv.subcols(self.key(head), n).subrows(from, len);
-                let v =
-                    operands.qkv.subcols(self.key(head) + self.kv_heads * n, n).subrows(from, len);
-                let p = &mut scratch.scores[..count * len];
-                let ds = &mut scratch.other[..count * len];
-                tile(square(p, count), Accum::Replace, q, k.transpose(), self.scale());
-                tile(square(ds, count), Accum::Replace, d_o, v.transpose(), 1.0);
+                let k = self.head(operands.qkv, key, &keys);
+                let v = self.head(operands.qkv, value, &keys);
+                let p = &mut scores[..count * len];
+                let ds = &mut other[..count * len];
+                let replace = Accum::Replace;
+                tile(square(p, count), replace, q, k.transpose(), self.scale(), packed);
+                tile(square(ds, count), replace, d_o, v.transpose(), 1.0, packed);
                 let (visible, scale) = (start + 1 - from, self.scale());
                 simd::run(SoftmaxBackward {
                     p,
@@ -227,12 +241,13 @@ impl Attention {
                     deltas,
                     scale,
                 });
-                let p = MatRef::from_row_major_slice(p, count, len);
-                let ds = MatRef::from_row_major_slice(ds, count, len);
-                tile(dv.as_mut().subrows_mut(from, len), Accum::Add, p.transpose(), d_o, 1.0);
-                tile(dk.as_mut().subrows_mut(from, len), Accum::Add, ds.transpose(), q, 1.0);
+                let p = MatRef::new(p, count, len).transpose();
+                let ds = MatRef::new(ds, count, len);
+                let (dk, dv) = (dk.reborrow(), dv.reborrow());
+                tile(dv.subrows(keys.clone()), Accum::Add, p, d_o, 1.0, packed);
+                tile(dk.subrows(keys), Accum::Add, ds.transpose(), q, 1.0, packed);
                 let accum = if from == 0 { Accum::Replace } else { Accum::Add };
-                tile(dq.as_mut().subrows_mut(start, count), accum, ds, k, 1.0);
+                tile(dq.reborrow().subrows(queries.clone()), accum, ds, k, 1.0, packed);
             }
         }
     }
@@ -241,7 +256,7 @@ impl Attention {
 /// One row's share of the backward's inputs.
 #[derive(Clone, Copy)]
 struct Operands<'a> {
-    qkv: MatRef<'a, f32>,
+    qkv: MatRef<'a>,
     o: &'a [f32],
     d_o: &'a [f32],
     lse: &'a [f32],
@@ -249,9 +264,9 @@ struct Operands<'a> {
 
 /// `[S, K]` blocks of `dqkv`; `dq` has all query heads of the group.
 struct GroupGradient<'a> {
-    dq: MatMut<'a, f32>,
-    dk: MatMut<'a, f32>,
-    dv: MatMut<'a, f32>,
+    dq: MatMut<'a>,
+    dk: MatMut<'a>,
+    dv: MatMut<'a>,
 }
 
 /// `0..len` in pieces of `step`.
@@ -259,14 +274,9 @@ fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(step).map(move |start| start..(start + step).min(len))
 }
 
-fn square(values: &mut [f32], rows: usize) -> MatMut<'_, f32> {
+fn square(values: &mut [f32], rows: usize) -> MatMut<'_> {
     let columns = values.len() / rows;
-    MatMut::from_row_major_slice_mut(values, rows, columns)
-}
-
-fn row_slice<'m>(matrix: &'m mut MatMut<'_, f32>, row: usize) -> &'m mut [f32] {
-    let row = matrix.as_mut().row_mut(row);
-    row.try_as_row_major_mut().expect("the matrix is row-major").as_slice_mut()
+    MatMut::new(values, rows, columns)
 }
 
 /// Scores `[rows, keys]` to exponentials; row i sees its first `visible + i` keys, the others

@@ -94,12 +94,14 @@ pub enum Command {
     },
     /// Logits of one vocabulary tile, folded into `stats` (per token: running maximum, running
     /// sum of exponentials, logit of the label). Tiles come in ascending order; the first one
-    /// creates `stats`.
+    /// creates `stats`. `keep`: the logits stay for `HeadBackward`, which needs no recompute then
+    /// and produces the same bits.
     HeadScore {
         weights: WeightsId,
         h: TensorId,
         labels: Arc<[u32]>,
         stats: TensorId,
+        keep: bool,
     },
     /// Sum over labelled tokens of `logsumexp - logit of the label`. Outcome: `Loss`.
     HeadLoss {
@@ -107,7 +109,7 @@ pub enum Command {
         labels: Arc<[u32]>,
     },
     /// Gradients of one vocabulary tile of `scale * loss`: adds to `dh` (the first tile creates
-    /// it) and, if `gradient`, to the gradient of the tile's source layer.
+    /// it) and, if `gradient`, to the gradient of the tile's source layer. Consumes kept logits.
     HeadBackward {
         weights: WeightsId,
         h: TensorId,

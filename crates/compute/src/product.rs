@@ -1,128 +1,142 @@
-//! Matrix products: the only file that knows faer.
+//! Matrix products of row-major float32 matrices.
 //!
 //! Invariants:
-//! - the result is cut into blocks by its shape alone and each block is one sequential product, so
-//!   that bits do not depend on the number of threads;
-//! - all matrices are row-major.
+//! - an element's arithmetic depends on k alone (see [`kernel`]), never on block shapes, threads or
+//!   the instruction set;
+//! - B's columns are packed once per product and shared by all threads, in pieces of at most
+//!   [`PACKED_BYTES`].
+//!
+//! Why not a library: a general one packs both operands for every block it is given, and the one
+//! measured (faer) takes four columns per pass over a packed panel; `cargo bench --bench layer`
+//! has it beside ours.
 
-use std::cell::RefCell;
+use std::cell::Cell;
+use std::ops::Range;
 
-pub(crate) use faer::{Accum, MatMut, MatRef};
-use faer::{Par, linalg::matmul::matmul};
 use rayon::prelude::*;
 
-/// Rows and columns of a block. Measured with AVX-512 at widths from 576 to 11264: the best of a dozen
-/// shapes or within 5 % of it; a thread reaches 80 to 98 % of its rate on one large product.
-const BLOCK_NT: (usize, usize) = (256, 512);
-const BLOCK_NN: (usize, usize) = (256, 256);
-const BLOCK_TN: (usize, usize) = (256, 576);
-/// Keeps the rows of a copied panel off the same cache sets.
-const PANEL_PADDING: usize = 16;
+mod kernel;
+mod matrix;
+
+use kernel::Isa;
+pub(crate) use matrix::{MatMut, MatRef, grid};
+
+/// What a product does with what C holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Accum {
+    Replace,
+    Add,
+}
+
+/// Packed columns of B: outside the budget, once per calling thread.
+const PACKED_BYTES: usize = 8 << 20;
+/// Rows and columns of C of a task: C's part and A's packed rows stay in the second-level cache.
+/// With fewer tasks than [`TASKS_PER_THREAD`] their rows are halved.
+const TASK_ROWS: usize = 192;
+const TASK_COLUMNS: usize = 640;
+const TASKS_PER_THREAD: usize = 4;
 
 /// `C [m, n] (+)= A [m, k] * B [n, k]^T`
 pub(crate) fn nt(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
     let (m, n) = (a.len() / k, b.len() / k);
-    let (a, b) = (matrix(a, m, k), matrix(b, n, k).transpose());
-    grid(MatMut::from_row_major_slice_mut(c, m, n), BLOCK_NT)
-        .into_par_iter()
-        .with_max_len(1)
-        .for_each(|(i, j, c)| {
-            let (a, b) = (a.subrows(i, c.nrows()), b.subcols(j, c.ncols()));
-            tile(c, accum, a, b, 1.0);
-        });
+    let (a, b) = (MatRef::new(a, m, k), MatRef::new(b, n, k).transpose());
+    parallel(MatMut::new(c, m, n), accum, a, b);
 }
 
 /// `C [m, n] (+)= A [m, k] * B [k, n]`
 pub(crate) fn nn(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
     let (m, n) = (a.len() / k, b.len() / k);
-    let (a, b) = (matrix(a, m, k), matrix(b, k, n));
-    grid(MatMut::from_row_major_slice_mut(c, m, n), BLOCK_NN)
-        .into_par_iter()
-        .with_max_len(1)
-        .for_each(|(i, j, c)| {
-            let (a, b) = (a.subrows(i, c.nrows()), b.subcols(j, c.ncols()));
-            tile(c, accum, a, b, 1.0);
-        });
+    let (a, b) = (MatRef::new(a, m, k), MatRef::new(b, k, n));
+    parallel(MatMut::new(c, m, n), accum, a, b);
 }
 
 /// `C [m, n] (+)= A [k, m]^T * B [k, n]`
 pub(crate) fn tn(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
     let (m, n) = (a.len() / k, b.len() / k);
-    let b = matrix(b, k, n);
-    let bands = grid(MatMut::from_row_major_slice_mut(c, m, n), (BLOCK_TN.0, n));
-    bands.into_par_iter().with_max_len(1).for_each(|(i, _, band)| {
-        PANEL.with_borrow_mut(|panel| {
-            let a = copy_panel(panel, a, m, i, band.nrows()).transpose();
-            for (_, j, c) in grid(band, (usize::MAX, BLOCK_TN.1)) {
-                let b = b.subcols(j, c.ncols());
-                tile(c, accum, a, b, 1.0);
-            }
-        });
-    });
-}
-
-/// `C (+)= alpha * A * B` on the calling thread.
-pub(crate) fn tile(
-    c: MatMut<'_, f32>,
-    accum: Accum,
-    a: MatRef<'_, f32>,
-    b: MatRef<'_, f32>,
-    alpha: f32,
-) {
-    matmul(c, accum, a, b, alpha, Par::Seq);
-}
-
-/// The blocks of `c` with the row and column they start at.
-pub(crate) fn grid(
-    c: MatMut<'_, f32>,
-    block: (usize, usize),
-) -> Vec<(usize, usize, MatMut<'_, f32>)> {
-    let (m, n) = (c.nrows(), c.ncols());
-    let mut blocks = Vec::new();
-    let mut below = c;
-    for i in (0..m).step_by(block.0.min(m).max(1)) {
-        let (mut right, rest) = below.split_at_row_mut(block.0.min(m - i));
-        below = rest;
-        for j in (0..n).step_by(block.1.min(n).max(1)) {
-            let (c, rest) = right.split_at_col_mut(block.1.min(n - j));
-            right = rest;
-            blocks.push((i, j, c));
-        }
-    }
-    blocks
-}
-
-fn matrix(values: &[f32], rows: usize, columns: usize) -> MatRef<'_, f32> {
-    MatRef::from_row_major_slice(values, rows, columns)
+    let (a, b) = (MatRef::new(a, k, m).transpose(), MatRef::new(b, k, n));
+    parallel(MatMut::new(c, m, n), accum, a, b);
 }
 
 thread_local! {
-    /// A panel `[k, 256]` per thread: outside the budget, 1 MiB per 1024 tokens.
-    static PANEL: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// Taken while in use: a thread that waits for its tasks may run others.
+    static PACKED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Columns `first..first + width` of `a [k, m]`: strides of several KiB would put all rows of a
-/// block on few cache sets and halve the product's rate.
-fn copy_panel<'p>(
-    panel: &'p mut Vec<f32>,
-    a: &[f32],
-    m: usize,
-    first: usize,
-    width: usize,
-) -> MatRef<'p, f32> {
-    let (k, stride) = (a.len() / m, width + PANEL_PADDING);
-    if panel.len() < k * stride {
-        panel.resize(k * stride, 0.0);
+fn parallel(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
+    let isa = Isa::detect();
+    let (k, panel) = (a.cols(), isa.panel());
+    let most = (PACKED_BYTES / 4 / k.max(1)).max(panel);
+    let mut packed = PACKED.take();
+    let mut right = c;
+    for columns in equal_parts(b.cols(), most, panel) {
+        let (c, rest) = right.split_at_col(columns.len());
+        right = rest;
+        let b = b.subcols(columns);
+        packed.resize(b.cols().next_multiple_of(panel) * k, 0.0);
+        let pieces: Vec<_> = kernel::pieces(&mut packed, k, panel).collect();
+        pieces.into_par_iter().for_each(|piece| piece.pack(b));
+        let packed = &packed[..];
+        tasks(c, panel).into_par_iter().with_max_len(1).for_each(|(i, j, c)| {
+            let a = a.subrows(i..i + c.rows());
+            isa.block(c, accum, a, (packed, j), 1.0);
+        });
     }
-    for (to, from) in panel.chunks_exact_mut(stride).zip(a.chunks_exact(m)) {
-        to[..width].copy_from_slice(&from[first..first + width]);
+    PACKED.set(packed);
+}
+
+/// `C (+)= alpha * A * B` on the calling thread; `packed` is room for B's packed columns.
+pub(crate) fn tile(
+    c: MatMut<'_>,
+    accum: Accum,
+    a: MatRef<'_>,
+    b: MatRef<'_>,
+    alpha: f32,
+    packed: &mut Vec<f32>,
+) {
+    product_on(Isa::detect(), c, accum, a, b, alpha, packed);
+}
+
+fn product_on(
+    isa: Isa,
+    c: MatMut<'_>,
+    accum: Accum,
+    a: MatRef<'_>,
+    b: MatRef<'_>,
+    alpha: f32,
+    packed: &mut Vec<f32>,
+) {
+    let (k, panel) = (a.cols(), isa.panel());
+    packed.resize(b.cols().next_multiple_of(panel) * k, 0.0);
+    kernel::pieces(packed, k, panel).for_each(|piece| piece.pack(b));
+    isa.block(c, accum, a, (packed, 0), alpha);
+}
+
+/// The parts of `c` that are computed on their own, with the row and column they start at.
+fn tasks(c: MatMut<'_>, panel: usize) -> Vec<(usize, usize, MatMut<'_>)> {
+    let width = equal_parts(c.cols(), TASK_COLUMNS, panel).next().map_or(1, |part| part.len());
+    let wanted = TASKS_PER_THREAD * rayon::current_num_threads();
+    let mut rows = TASK_ROWS;
+    while rows > TASK_ROWS / 8 && c.rows().div_ceil(rows) * c.cols().div_ceil(width) < wanted {
+        rows /= 2;
     }
-    MatRef::from_row_major_slice_with_stride(&panel[..k * stride], k, width, stride)
+    // Column by column: what a thread has packed, it mostly uses itself.
+    let mut tasks = grid(c, (rows, width));
+    tasks.sort_by_key(|&(row, column, _)| (column, row));
+    tasks
+}
+
+/// `0..len` in as few parts as `most` allows, about equally long and multiples of `unit` but for
+/// the last.
+fn equal_parts(len: usize, most: usize, unit: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = len.div_ceil(len.div_ceil(most.max(unit)).max(1)).next_multiple_of(unit).max(1);
+    (0..len).step_by(step).map(move |start| start..(start + step).min(len))
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+
+    use super::kernel::tests::all_sets;
 
     use super::*;
 
@@ -140,9 +154,10 @@ mod tests {
 
         #[test]
         fn products_equal_plain_loops_and_replace_reads_nothing(
-            m in 1usize..70, n in 1usize..600, k in 1usize..40, swap: bool,
+            m in 1usize..70, n in 1usize..700, k in 1usize..40, long in 0usize..8, swap: bool,
         ) {
             let (m, n) = if swap { (n, m) } else { (m, n) };
+            let k = if long == 0 { 250 + 7 * k } else { k };
             let (a, b) = (values(m * k, 1), values(n * k, 2));
             type Product = fn(&mut [f32], Accum, &[f32], &[f32], usize);
             let cases: [(Product, Vec<f32>); 3] = [
@@ -156,6 +171,27 @@ mod tests {
                 prop_assert_eq!(&c, &want);
                 product(&mut c, Accum::Add, &a, &b, k);
                 prop_assert!(c.iter().zip(&want).all(|(c, w)| *c == 2.0 * w));
+            }
+        }
+    }
+
+    #[test]
+    fn every_set_and_block_gives_the_same_bits() {
+        let (m, n, k) = (31, 83, 300);
+        let fractions = |n: usize, seed| values(n, seed).iter().map(|v| v / 7.0).collect();
+        let (a, b): (Vec<f32>, Vec<f32>) = (fractions(m * k, 1), fractions(k * n, 2));
+        let mut whole = vec![0.0; m * n];
+        nn(&mut whole, Accum::Replace, &a, &b, k);
+        let bits = |c: &[f32]| c.iter().map(|c| c.to_bits()).collect::<Vec<_>>();
+        for isa in all_sets() {
+            for (rows, cols) in [(m, n), (1, n), (7, 11)] {
+                let mut c = vec![0.0; m * n];
+                for (i, j, part) in grid(MatMut::new(&mut c, m, n), (rows, cols)) {
+                    let a = MatRef::new(&a, m, k).subrows(i..i + part.rows());
+                    let b = MatRef::new(&b, k, n).subcols(j..j + part.cols());
+                    product_on(isa, part, Accum::Replace, a, b, 1.0, &mut Vec::new());
+                }
+                assert_eq!(bits(&c), bits(&whole), "{isa:?}, blocks of {rows} x {cols}");
             }
         }
     }

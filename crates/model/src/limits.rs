@@ -183,6 +183,8 @@ pub struct Workspace {
     pub command_bytes: usize,
     /// Inner activations of one decoder layer and one microbatch, when they are kept.
     pub kept_bytes: usize,
+    /// Logits of one vocabulary tile and one microbatch, when they are kept.
+    pub logits_bytes: usize,
 }
 
 /// How many buffers of each kind a run has, and what waits on the disk instead.
@@ -203,6 +205,9 @@ pub struct Limits {
     pub spilled: Vec<bool>,
     /// Microbatches of decoder layers whose inner activations are kept for backward.
     pub kept: usize,
+    /// Microbatches of vocabulary tiles whose logits are kept for backward, besides those of the
+    /// last tile, which goes straight back.
+    pub kept_logits: usize,
     /// Chunks of state the optimizer has in flight.
     pub optimizer_chunks: usize,
 }
@@ -227,7 +232,8 @@ const COMPANIONS: usize = 4;
 impl Limits {
     /// Shares `ram_bytes` out. What is left above the minimum goes to the inputs of layers, to the
     /// optimizer's chunks, to gradients (`keep_gradients`: all of them have to wait for the last
-    /// one), to weight buffers, and to inner activations, in that order: by what a byte saves.
+    /// one), to weight buffers, to inner activations and to logits, in that order: by what a byte
+    /// saves.
     pub fn new(
         table: &LayerTable,
         shape: RunShape,
@@ -258,6 +264,8 @@ impl Limits {
         let gradient_bytes = parts.gradients() + share(1, waiting);
         let extra_buffers = share(parts.weight_buffer, WEIGHT_BUFFERS_MAX - WEIGHT_BUFFERS_MIN);
         let kept = share(workspace.kept_bytes, (table.len() - 2) * micros);
+        let scored = table.tiles(table.head()).len().saturating_sub(2);
+        let kept_logits = share(workspace.logits_bytes, scored * micros);
         Ok(Limits {
             weight_buffers: WEIGHT_BUFFERS_MIN + extra_buffers,
             boundaries: (BOUNDARIES_MIN + kept_inputs) * micros,
@@ -267,6 +275,7 @@ impl Limits {
             gradient_bytes,
             layer_gradient_bytes: parts.gradients,
             kept,
+            kept_logits,
             optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
         })
     }

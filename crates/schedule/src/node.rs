@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use model::{Attempt, LayerId, LayerTable, Limits, Micro, Slot, Step, TileSpec};
+use model::{Attempt, LayerId, LayerTable, Limits, Micro, Slot, Step, TileId, TileSpec};
 
 use crate::visits::ops;
 use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, VisitKind, sweep};
@@ -168,6 +168,8 @@ pub enum NodeCommand {
 pub struct Node {
     config: NodeConfig,
     visits: Vec<Visit>,
+    /// The vocabulary tile that is scored and differentiated in one visit.
+    turn: TileId,
     live: Vec<Slot>,
     pass: Option<Pass>,
     /// Steps being updated and committed, oldest first; only the first one may write.
@@ -182,6 +184,7 @@ impl Node {
     pub fn new(table: &LayerTable, config: NodeConfig) -> Node {
         Node {
             visits: sweep(table),
+            turn: table.tiles(table.head()).last().map_or(TileId(0), |tile| tile.id),
             live: config.live.clone(),
             config,
             pass: None,
@@ -424,7 +427,7 @@ impl Node {
 
     fn enqueue(&self, attempt: Attempt, id: VisitId, visit: &Visit, out: &mut Vec<NodeCommand>) {
         let (layer, micros) = (visit.layer, self.config.micros);
-        let keep = |layer, micro| self.keeps(layer, micro);
+        let keep = |micro| self.keeps(visit, micro);
         let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
         let spill = |layer: LayerId| self.config.limits.spilled[layer.index()];
         out.extend(ops(visit, micros, keep, spill).into_iter().map(compute));
@@ -437,12 +440,17 @@ impl Node {
         }
     }
 
-    /// Layers nearest to the turn are kept: all cost the same to recompute, these are held
-    /// shortest.
-    fn keeps(&self, layer: LayerId, micro: Micro) -> bool {
-        let above = self.live.len() as u32 - 2 - layer.0;
-        let rank = above * self.config.micros + micro.0;
-        (rank as usize) < self.config.limits.kept
+    /// Of layers and of vocabulary tiles, those nearest to the turn are kept: all cost the same to
+    /// recompute, these are held shortest.
+    fn keeps(&self, visit: &Visit, micro: Micro) -> bool {
+        let limits = &self.config.limits;
+        let (above, most) = match (&visit.need, visit.kind) {
+            (Need::Tile(tile), VisitKind::HeadScore) => {
+                (self.turn.0 - 1 - tile.id.0, limits.kept_logits)
+            }
+            _ => (self.live.len() as u32 - 2 - visit.layer.0, limits.kept),
+        };
+        ((above * self.config.micros + micro.0) as usize) < most
     }
 
     fn reserve(&mut self, attempt: Attempt, visit: &Visit) -> bool {

@@ -79,6 +79,7 @@ pub enum ComputeOp {
     },
     HeadScore {
         micro: Micro,
+        keep: bool,
     },
     HeadLoss {
         micro: Micro,
@@ -132,28 +133,26 @@ fn head_visits(table: &LayerTable) -> Vec<Visit> {
     scores.chain(turn).chain(backward).collect()
 }
 
-/// The device's work at `visit`, in order. `keep` says which inner activations stay in memory,
-/// `spill` which gradients do not.
+/// The device's work at `visit`, in order. `keep` says which inner activations or logits of the
+/// visit stay in memory, `spill` which gradients do not.
 pub(crate) fn ops(
     visit: &Visit,
     micros: u32,
-    keep: impl Fn(LayerId, Micro) -> bool,
+    keep: impl Fn(Micro) -> bool,
     spill: impl Fn(LayerId) -> bool,
 ) -> Vec<ComputeOp> {
     let layer = visit.layer;
     let each = |op: &dyn Fn(Micro) -> ComputeOp| (0..micros).map(|m| op(Micro(m))).collect();
     let mut ops: Vec<ComputeOp> = match visit.kind {
         VisitKind::Embed => each(&|micro| ComputeOp::Embed { micro }),
-        VisitKind::Forward => {
-            each(&|micro| ComputeOp::Forward { layer, micro, keep: keep(layer, micro) })
-        }
+        VisitKind::Forward => each(&|micro| ComputeOp::Forward { layer, micro, keep: keep(micro) }),
         VisitKind::HeadNorm => each(&|micro| ComputeOp::HeadNorm { micro }),
-        VisitKind::HeadScore => each(&|micro| ComputeOp::HeadScore { micro }),
+        VisitKind::HeadScore => each(&|micro| ComputeOp::HeadScore { micro, keep: keep(micro) }),
         VisitKind::HeadTurn => (0..micros)
             .map(Micro)
             .flat_map(|micro| {
                 [
-                    ComputeOp::HeadScore { micro },
+                    ComputeOp::HeadScore { micro, keep: true },
                     ComputeOp::HeadLoss { micro },
                     ComputeOp::HeadBackward { micro },
                 ]

@@ -86,11 +86,12 @@ pub(super) fn commands(
         ComputeOp::HeadNorm { micro } => {
             vec![Command::HeadNorm { weights, x: input(head, micro), h: hidden(micro) }]
         }
-        ComputeOp::HeadScore { micro } => vec![Command::HeadScore {
+        ComputeOp::HeadScore { micro, keep } => vec![Command::HeadScore {
             weights,
             h: hidden(micro),
             labels: labels(micro),
             stats: stats(micro),
+            keep,
         }],
         ComputeOp::HeadLoss { micro } => {
             vec![Command::HeadLoss { stats: stats(micro), labels: labels(micro) }]

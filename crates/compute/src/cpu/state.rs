@@ -24,6 +24,8 @@ pub(super) struct State {
     tensors: HashMap<TensorId, HostBytes>,
     /// By the layer's input.
     kept: HashMap<TensorId, (LayerId, Inner)>,
+    /// Kept logits of vocabulary tiles, by the head's statistics.
+    logits: HashMap<(TensorId, TileId), HostBytes>,
     dense: HashMap<LayerId, Dense>,
     rows: Option<RowGradient>,
     angles: Angles,
@@ -51,6 +53,7 @@ impl State {
             weights: HashMap::new(),
             tensors: HashMap::new(),
             kept: HashMap::new(),
+            logits: HashMap::new(),
             dense: HashMap::new(),
             rows: None,
             angles: Angles::new(&[], 0),
@@ -67,6 +70,7 @@ impl State {
             Command::Get { id } => return Ok(Outcome::Bytes(self.take(id)?)),
             Command::Free { id } => {
                 self.kept.remove(&id);
+                self.logits.retain(|(stats, _), _| *stats != id);
                 self.take(id)?;
             }
             Command::Embed { rows, index, y } => self.embed(&rows, &index, y)?,
@@ -77,8 +81,8 @@ impl State {
                 self.backward(weights, shape, (x, dy, dx), gradient)?;
             }
             Command::HeadNorm { weights, x, h } => self.head_norm(weights, x, h)?,
-            Command::HeadScore { weights, h, labels, stats } => {
-                self.head_score(&HeadOperands { weights, h, stats }, &labels)?;
+            Command::HeadScore { weights, h, labels, stats, keep } => {
+                self.head_score(&HeadOperands { weights, h, stats }, &labels, keep)?;
             }
             Command::HeadLoss { stats, labels } => return self.head_loss(stats, &labels),
             Command::HeadBackward { weights, h, stats, labels, dh, scale, gradient } => {
@@ -102,6 +106,7 @@ impl State {
         self.weights.clear();
         self.tensors.clear();
         self.kept.clear();
+        self.logits.clear();
         self.dense.clear();
         self.rows = None;
     }
@@ -231,8 +236,13 @@ impl State {
         Ok(())
     }
 
-    fn head_score(&mut self, o: &HeadOperands, labels: &[u32]) -> Result<(), DeviceError> {
-        let tile = self.vocabulary_tile(o.weights)?.tile.vocabulary.clone();
+    fn head_score(
+        &mut self,
+        o: &HeadOperands,
+        labels: &[u32],
+        keep: bool,
+    ) -> Result<(), DeviceError> {
+        let TileSpec { id, vocabulary: tile, .. } = self.vocabulary_tile(o.weights)?.tile.clone();
         self.check_labels(labels)?;
         self.check_tensor("input of the head", o.h, labels.len())?;
         let mut stats = if tile.start == 0 {
@@ -245,6 +255,9 @@ impl State {
         };
         let logits = self.tile_logits(o)?;
         head::score(logits.f32s(), labels, &tile, stats.f32s_mut());
+        if keep {
+            self.logits.insert((o.stats, id), logits);
+        }
         self.tensors.insert(o.stats, stats);
         Ok(())
     }
@@ -276,7 +289,10 @@ impl State {
             (self.tensor(tokens)?, Accum::Replace)
         };
         let mut dh_block = dh_block;
-        let mut dlogits = self.tile_logits(o)?;
+        let mut dlogits = match self.logits.remove(&(o.stats, tile.id)) {
+            Some(logits) => logits,
+            None => self.tile_logits(o)?,
+        };
         let stats = self.tensors[&o.stats].f32s();
         head::gradient(dlogits.f32s_mut(), labels, &tile.vocabulary, stats, scale);
         let w = self.vocabulary_tile(o.weights)?.bytes.f32s();

@@ -6,10 +6,10 @@ use super::decoder::Sizes;
 use crate::MicroShape;
 use crate::rows::partial_count;
 
-/// Bounds of what one command allocates from the budget while it runs, and of the kept activations
-/// of one decoder layer and microbatch.
+/// Bounds of what one command allocates from the budget while it runs, and of what one
+/// microbatch keeps: activations of a decoder layer, logits of a vocabulary tile.
 ///
-/// Results are not counted: tensors `[T, D]`, gradients, kept activations. Of an untied embedding,
+/// Results are not counted: tensors `[T, D]`, gradients, what is kept. Of an untied embedding,
 /// taking the gradient of several microbatches copies its rows once.
 pub fn workspace(config: &ModelConfig, shape: MicroShape) -> Workspace {
     let sizes = Sizes::new(config, shape);
@@ -18,5 +18,9 @@ pub fn workspace(config: &ModelConfig, shape: MicroShape) -> Workspace {
     let logits = shape.tokens() * tile_rows.unwrap_or(0);
     let head_norm = shape.tokens() + partial_count(shape.tokens()) * config.hidden_size;
     let elements = sizes.forward().max(sizes.backward()).max(logits).max(head_norm);
-    Workspace { command_bytes: elements * 4, kept_bytes: sizes.kept() * 4 }
+    Workspace {
+        command_bytes: elements * 4,
+        kept_bytes: sizes.kept() * 4,
+        logits_bytes: logits * 4,
+    }
 }

@@ -81,7 +81,7 @@ fn names_that_are_not_on_the_device() {
     refuse(b, backward(decoder, x, NOWHERE), unknown("tensor"));
     refuse(b, Command::HeadNorm { weights: tile, x, h: y }, unknown("final norm weights"));
     refuse(b, Command::HeadNorm { weights: norm, x: NOWHERE, h: y }, unknown("tensor"));
-    let score = |weights, h| Command::HeadScore { weights, h, labels: l(), stats };
+    let score = |weights, h| Command::HeadScore { weights, h, labels: l(), stats, keep: false };
     refuse(b, score(norm, h), unknown("vocabulary tile"));
     refuse(b, score(tile, NOWHERE), unknown("tensor"));
     refuse(b, Command::HeadLoss { stats, labels: l() }, unknown("head statistics"));
@@ -137,7 +137,7 @@ fn blocks_of_a_wrong_size() {
         |dy| Command::Backward { weights: decoder, shape: SHAPE, x, dy, dx: None, gradient: false };
     refuse(b, backward(odd), shape(64));
     refuse(b, Command::HeadNorm { weights: norm, x: odd, h: y }, shape(0));
-    let score = |labels, stats| Command::HeadScore { weights: tile, h, labels, stats };
+    let score = |labels, stats| Command::HeadScore { weights: tile, h, labels, stats, keep: false };
     refuse(b, score(labels(&[1, 2, 3]), y), shape(96));
     refuse(b, Command::HeadLoss { stats: x, labels: labels(&[1, 2]) }, shape(24));
     refuse(b, Command::EmbedBackward { tokens: labels(&[1]), dy: x }, shape(32));
@@ -150,7 +150,11 @@ fn tokens_beyond_the_vocabulary() {
     let (x, h, stats, dh) = (TensorId(1), TensorId(2), TensorId(5), TensorId(6));
     let bad = || labels(&[NO_TARGET, 64]);
     refuse(b, Command::EmbedBackward { tokens: bad(), dy: x }, token(NO_TARGET));
-    refuse(b, Command::HeadScore { weights: tile, h, labels: bad(), stats }, token(64));
+    refuse(
+        b,
+        Command::HeadScore { weights: tile, h, labels: bad(), stats, keep: false },
+        token(64),
+    );
     refuse(b, Command::HeadLoss { stats, labels: bad() }, token(64));
     let backward = Command::HeadBackward {
         weights: tile,

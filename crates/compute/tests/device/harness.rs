@@ -167,7 +167,7 @@ pub(crate) fn step(
             bench.run(Command::Forward { weights, shape: micro, x, y, keep: options.keep });
         }
     }
-    let loss = head(&mut bench, &targets, scale, boundary(last, 0).0);
+    let loss = head(&mut bench, &targets, scale, boundary(last, 0).0, options.keep);
     for layer in (1..last).rev() {
         let weights = WeightsId((layer as u64) << 32);
         for m in 0..ids.len() {
@@ -191,7 +191,7 @@ pub(crate) fn step(
 }
 
 /// Score, loss and backward of the head; gradients arrive in tensors 9000 + m.
-fn head(bench: &mut Bench, targets: &[Arc<[u32]>], scale: f32, first_x: u64) -> f64 {
+fn head(bench: &mut Bench, targets: &[Arc<[u32]>], scale: f32, first_x: u64, keep: bool) -> f64 {
     let head = bench.table.head();
     let micros = 0..targets.len() as u64;
     let norm = bench.bind(head, 0);
@@ -204,7 +204,7 @@ fn head(bench: &mut Bench, targets: &[Arc<[u32]>], scale: f32, first_x: u64) -> 
         let weights = bench.bind(head, tile);
         for m in micros.clone() {
             let labels = Arc::clone(&targets[m as usize]);
-            bench.run(Command::HeadScore { weights, h: h(m), labels, stats: stats(m) });
+            bench.run(Command::HeadScore { weights, h: h(m), labels, stats: stats(m), keep });
         }
     }
     let mut loss = 0.0;

@@ -62,7 +62,7 @@ fn no_command_needs_more_than_its_bound() {
         let weights = bench.bind(bench.table.head(), 1);
         let (h, stats, dh) = (bench.put(1, &input), TensorId(2), TensorId(3));
         let l = Arc::clone(&labels);
-        let score = Command::HeadScore { weights, h, labels: l, stats };
+        let score = Command::HeadScore { weights, h, labels: l, stats, keep: false };
         tightest = tightest.max(transient(&mut bench, score));
         let l = Arc::clone(&labels);
         let scale = 1.0;
@@ -83,7 +83,7 @@ fn unlabelled_tokens_have_no_gradient_and_clear_frees_everything() {
     let (h, stats) = (bench.put(1, &input), TensorId(2));
     let labels: Arc<[u32]> = vec![NO_TARGET; SHAPE.tokens()].into();
     let l = Arc::clone(&labels);
-    bench.run(Command::HeadScore { weights, h, labels: l, stats });
+    bench.run(Command::HeadScore { weights, h, labels: l, stats, keep: false });
     let backward = Command::HeadBackward {
         weights,
         h,

@@ -14,7 +14,8 @@ fn table(layers: usize, tied: bool) -> LayerTable {
 }
 
 const SHAPE: RunShape = RunShape { batch_rows: 4, micro_rows: 2, seq_len: 32 };
-const WORKSPACE: Workspace = Workspace { command_bytes: 1 << 20, kept_bytes: 1 << 16 };
+const WORKSPACE: Workspace =
+    Workspace { command_bytes: 1 << 20, kept_bytes: 1 << 16, logits_bytes: 1 << 14 };
 
 #[test]
 fn a_budget_too_small_names_what_is_needed_and_that_suffices() {

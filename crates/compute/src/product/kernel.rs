@@ -1,0 +1,558 @@
+//! The inner loops of a product: a block of C from rows of A and packed columns of B.
+//!
+//! Invariants:
+//! - an element of C is one chain of fused multiply-adds per [`DEPTH`] steps of k, from zero, in
+//!   order, and the chains' sums added in order: the same for every instruction set and block
+//!   shape, so that bits depend on neither;
+//! - a wider build is entered only after its instruction set was detected.
+//!
+//! Scheme: Goto and van de Geijn 2008, with the vectors along C's rows.
+#![allow(unsafe_code)]
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use super::matrix::{MatMut, MatRef};
+use super::{Accum, equal_parts};
+
+/// Steps of k between two visits to C: `DEPTH` packed rows of B stay in the first-level cache.
+pub(super) const DEPTH: usize = 256;
+/// Rows of A that are packed together when A is read along its columns.
+const PACKED_ROWS: usize = 192;
+/// Elements of the largest micro tile of all instruction sets.
+const LARGEST_TILE: usize = 12 * 32;
+
+/// An instruction set and its micro tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Isa {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Portable,
+}
+
+/// The parts of k that are summed on their own.
+fn depths(k: usize) -> impl Iterator<Item = Range<usize>> {
+    equal_parts(k, DEPTH, 1)
+}
+
+/// A panel of one part of k: what is packed on its own.
+pub(super) struct Piece<'p> {
+    depth: Range<usize>,
+    panel: usize,
+    to: &'p mut [f32],
+}
+
+/// All pieces of a `B [k, n]`, `to` having room for n filled up to whole panels of `width`: parts of
+/// k, in them panels, in them rows.
+pub(super) fn pieces(to: &mut [f32], k: usize, width: usize) -> impl Iterator<Item = Piece<'_>> {
+    let columns = to.len() / k.max(1);
+    let mut rest = to;
+    depths(k).flat_map(move |depth| {
+        let (part, others) = std::mem::take(&mut rest).split_at_mut(columns * depth.len());
+        rest = others;
+        let panels = part.chunks_exact_mut(width * depth.len()).enumerate();
+        panels.map(move |(panel, to)| Piece { depth: depth.clone(), panel, to })
+    })
+}
+
+impl Piece<'_> {
+    /// Copies the piece out of `b`; missing columns are zero.
+    pub(super) fn pack(self, b: MatRef<'_>) {
+        let width = self.to.len() / self.depth.len();
+        let columns = self.panel * width..(self.panel * width + width).min(b.cols());
+        pack_panel(b.subrows(self.depth).subcols(columns), width, self.to);
+    }
+}
+
+impl Isa {
+    /// The widest of this processor; detection is cached by the standard library.
+    pub(super) fn detect() -> Isa {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f") {
+                return Isa::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                return Isa::Avx2;
+            }
+        }
+        Isa::Portable
+    }
+
+    /// Columns of a packed panel of B.
+    pub(super) fn panel(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => 2 * std::arch::x86_64::__m512::WIDTH,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => 3 * std::arch::x86_64::__m256::WIDTH,
+            Isa::Portable => 2 * Plain::WIDTH,
+        }
+    }
+
+    /// `c (+)= alpha * a * B`, with B's columns from `first` on, a multiple of a panel.
+    pub(super) fn block(
+        self,
+        c: MatMut<'_>,
+        accum: Accum,
+        a: MatRef<'_>,
+        (packed, first): (&[f32], usize),
+        alpha: f32,
+    ) {
+        let k = a.cols();
+        assert_eq!(a.rows(), c.rows(), "a product's rows");
+        assert!(first.is_multiple_of(self.panel()), "a panel's first column");
+        assert!(packed.len() >= (first + c.cols()) * k, "a product's packed columns");
+        let packed = Packed { values: packed, width: packed.len() / k.max(1), first };
+        PACKED_A.with_borrow_mut(|packed_a| {
+            let block = Block { c, accum, a, packed, packed_a, alpha };
+            match self {
+                // SAFETY: only `detect` makes this value, after it found the instruction set.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => unsafe { block_avx512(block) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => unsafe { block_avx2(block) },
+                Isa::Portable => block.run::<Plain, 2, 4>(),
+            }
+        });
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn block_avx512(block: Block<'_>) {
+    block.run::<std::arch::x86_64::__m512, 2, 12>();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn block_avx2(block: Block<'_>) {
+    block.run::<std::arch::x86_64::__m256, 3, 4>();
+}
+
+/// Rows that are fetched before they are copied: few lines each, far apart, which no hardware
+/// prefetcher foresees.
+const ROWS_AHEAD: usize = 12;
+
+/// Writes the columns of `b [k, ..]`, at most `width`, as `[k, width]`; missing columns are zero.
+fn pack_panel(b: MatRef<'_>, width: usize, to: &mut [f32]) {
+    if b.cols() < width {
+        to.fill(0.0);
+    }
+    if b.col_stride() != 1 {
+        return transpose(b.transpose(), width, to);
+    }
+    for (p, to) in to.chunks_exact_mut(width).enumerate() {
+        let from = &b.data()[p * b.row_stride()..][..b.cols()];
+        let ahead = from.as_ptr().wrapping_add(ROWS_AHEAD * b.row_stride());
+        (0..b.cols()).step_by(16).for_each(|line| prefetch::<FIRST>(ahead.wrapping_add(line)));
+        // Pieces of a fixed length are copied without a call.
+        let (from, rest) = from.as_chunks::<8>();
+        let (to, tail) = to.as_chunks_mut::<8>();
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+        to[from.len()..]
+            .as_flattened_mut()
+            .iter_mut()
+            .chain(tail)
+            .zip(rest)
+            .for_each(|(t, f)| *t = *f);
+    }
+}
+
+/// Hints of `prefetch`: into the first- or only the second-level cache.
+const FIRST: i32 = 3;
+const SECOND: i32 = 2;
+
+/// Asks for the cache line at `address`; any address will do.
+#[inline(always)]
+fn prefetch<const LEVEL: i32>(address: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch touches nothing that a program can see, and every x86-64 has it.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<LEVEL>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+/// A vector register of float32 values.
+trait Lane: Copy {
+    const WIDTH: usize;
+
+    fn zero() -> Self;
+    /// # Safety
+    /// `WIDTH` elements from `from` on can be read.
+    unsafe fn load(from: *const f32) -> Self;
+    /// # Safety
+    /// `from` can be read.
+    unsafe fn splat(from: *const f32) -> Self;
+    /// # Safety
+    /// `WIDTH` elements from `to` on can be written.
+    unsafe fn store(self, to: *mut f32);
+    fn fma(self, by: Self, plus: Self) -> Self;
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::Lane;
+
+    impl Lane for __m512 {
+        const WIDTH: usize = 16;
+
+        #[inline(always)]
+        fn zero() -> Self {
+            // SAFETY: lanes are used only inside `block_avx512`, whose caller detected AVX-512.
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: as in `zero`; the caller vouches for the elements.
+            unsafe { _mm512_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(from: *const f32) -> Self {
+            // SAFETY: as in `load`.
+            unsafe { _mm512_set1_ps(*from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: as in `load`.
+            unsafe { _mm512_storeu_ps(to, self) }
+        }
+
+        #[inline(always)]
+        fn fma(self, by: Self, plus: Self) -> Self {
+            // SAFETY: as in `zero`.
+            unsafe { _mm512_fmadd_ps(self, by, plus) }
+        }
+    }
+
+    impl Lane for __m256 {
+        const WIDTH: usize = 8;
+
+        #[inline(always)]
+        fn zero() -> Self {
+            // SAFETY: lanes are used only inside `block_avx2`, whose caller detected AVX2.
+            unsafe { _mm256_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const f32) -> Self {
+            // SAFETY: as in `zero`; the caller vouches for the elements.
+            unsafe { _mm256_loadu_ps(from) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(from: *const f32) -> Self {
+            // SAFETY: as in `load`.
+            unsafe { _mm256_set1_ps(*from) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut f32) {
+            // SAFETY: as in `load`.
+            unsafe { _mm256_storeu_ps(to, self) }
+        }
+
+        #[inline(always)]
+        fn fma(self, by: Self, plus: Self) -> Self {
+            // SAFETY: as in `zero`, and FMA was detected with it.
+            unsafe { _mm256_fmadd_ps(self, by, plus) }
+        }
+    }
+}
+
+/// The portable register. `mul_add` rounds once, as the instructions do.
+#[derive(Clone, Copy)]
+struct Plain([f32; 8]);
+
+impl Lane for Plain {
+    const WIDTH: usize = 8;
+
+    #[inline(always)]
+    fn zero() -> Self {
+        Plain([0.0; 8])
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: the caller vouches for the elements; float32 arrays have float32's alignment.
+        Plain(unsafe { *from.cast() })
+    }
+
+    #[inline(always)]
+    unsafe fn splat(from: *const f32) -> Self {
+        // SAFETY: the caller vouches for the element.
+        Plain([unsafe { *from }; 8])
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: as in `load`.
+        unsafe { *to.cast() = self.0 }
+    }
+
+    #[inline(always)]
+    fn fma(self, by: Self, plus: Self) -> Self {
+        Plain(std::array::from_fn(|i| self.0[i].mul_add(by.0[i], plus.0[i])))
+    }
+}
+
+/// B as [`pieces`] and [`Piece::pack`] laid it out, seen from one of its columns.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
+    values: &'a [f32],
+    /// All columns, filled up to whole panels.
+    width: usize,
+    first: usize,
+}
+
+impl<'a> Packed<'a> {
+    /// The panels of the next `count` columns in one part of k.
+    fn columns(self, depth: &Range<usize>, count: usize) -> &'a [f32] {
+        let start = depth.start * self.width + self.first * depth.len();
+        &self.values[start..start + count * depth.len()]
+    }
+}
+
+/// Operands of [`Isa::block`], whose shapes were checked there.
+struct Block<'a> {
+    c: MatMut<'a>,
+    accum: Accum,
+    a: MatRef<'a>,
+    packed: Packed<'a>,
+    /// Room for packed rows of A.
+    packed_a: &'a mut Vec<f32>,
+    alpha: f32,
+}
+
+thread_local! {
+    /// `[PACKED_ROWS, DEPTH]` of A: outside the budget, 96 KiB a thread.
+    static PACKED_A: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Block<'_> {
+    #[inline(always)]
+    fn run<V: Lane, const N: usize, const R: usize>(mut self) {
+        if self.a.cols() == 0 && self.accum == Accum::Replace {
+            self.c.fill(0.0);
+        }
+        for depth in depths(self.a.cols()) {
+            let add = depth.start > 0 || self.accum == Accum::Add;
+            for rows in equal_parts(self.a.rows(), PACKED_ROWS, R) {
+                let a = self.a.subcols(depth.clone()).subrows(rows.clone());
+                self.packed_a.resize(rows.len().next_multiple_of(R) * depth.len(), 0.0);
+                pack_rows::<R>(a, self.packed_a);
+                self.rows::<V, N, R>(&rows, &depth, add);
+            }
+        }
+    }
+
+    /// The product of the packed rows of A.
+    #[inline(always)]
+    fn rows<V: Lane, const N: usize, const R: usize>(
+        &mut self,
+        rows: &Range<usize>,
+        depth: &Range<usize>,
+        add: bool,
+    ) {
+        let (width, steps) = (N * V::WIDTH, depth.len());
+        let stride = self.c.stride();
+        let panels = self.packed.columns(depth, self.c.cols().next_multiple_of(width));
+        for (j, b) in panels.chunks_exact(width * steps).enumerate() {
+            // While a panel is computed with, the next one comes nearer, a share per tile.
+            let next = b.as_ptr().wrapping_add(b.len());
+            let share = b.len() / rows.len().div_ceil(R);
+            for (i, a) in self.packed_a.chunks_exact(R * steps).enumerate() {
+                let (row, col) = (rows.start + i * R, j * width);
+                let tile = Tile {
+                    a,
+                    b,
+                    next: next.wrapping_add(i * share),
+                    next_step: share.div_ceil(steps),
+                    // SAFETY: `row` and `col` are inside C.
+                    c: unsafe { self.c.start().add(row * stride + col) },
+                    stride,
+                    rows: (rows.end - row).min(R),
+                    cols: (self.c.cols() - col).min(width),
+                    add,
+                    alpha: self.alpha,
+                };
+                // SAFETY: the tile's rows and columns are inside C, which is borrowed exclusively.
+                unsafe { tile.run::<V, N, R>() };
+            }
+        }
+    }
+}
+
+/// Rows of `a`, R at a time (a multiple of 4), as `[k, R]` matrices; missing rows are zero.
+#[inline(always)]
+fn pack_rows<const R: usize>(a: MatRef<'_>, to: &mut [f32]) {
+    let (k, m) = (a.cols(), a.rows());
+    if !m.is_multiple_of(R) {
+        to[m / R * R * k..].fill(0.0);
+    }
+    if a.col_stride() != 1 {
+        assert_eq!(a.row_stride(), 1, "columns that lie along memory");
+        for (p, from) in a.data().chunks(a.col_stride()).take(k).enumerate() {
+            let (whole, rest) = from[..m].as_chunks::<R>();
+            let to = &mut to.as_chunks_mut::<R>().0[p..];
+            to.iter_mut().step_by(k).zip(whole).for_each(|(to, from)| *to = *from);
+            if !rest.is_empty() {
+                to[whole.len() * k][..rest.len()].copy_from_slice(rest);
+            }
+        }
+        return;
+    }
+    for (g, to) in to.chunks_exact_mut(k * R).enumerate() {
+        transpose(a.subrows(g * R..(g * R + R).min(m)), R, to);
+    }
+}
+
+/// `to [cols, width]` gets the columns of a row-major matrix of at most `width` rows as its rows.
+#[inline(always)]
+fn transpose(from: MatRef<'_>, width: usize, to: &mut [f32]) {
+    assert!(from.col_stride() == 1, "rows that lie along memory");
+    let row = |i: usize| &from.data()[i * from.row_stride()..][..from.cols()];
+    let (whole, stride) = (from.rows() / 4 * 4, from.row_stride());
+    for i in (0..whole).step_by(4) {
+        let (from, rest) = ([row(i), row(i + 1), row(i + 2), row(i + 3)], from.cols() / 4 * 4);
+        let squares = from.map(|row| row.as_chunks::<4>().0);
+        for (p, to) in to.chunks_exact_mut(4 * width).enumerate() {
+            if p % 4 == 0 {
+                // The next four rows, a cache line each.
+                let next =
+                    |r: usize| squares[r].as_ptr().cast::<f32>().wrapping_add(4 * stride + 4 * p);
+                (0..4).for_each(|r| prefetch::<FIRST>(next(r)));
+            }
+            let square = transpose_square(squares.map(|row| row[p]));
+            for (to, values) in to.chunks_exact_mut(width).zip(square) {
+                to[i..i + 4].copy_from_slice(&values);
+            }
+        }
+        for p in rest..from[0].len() {
+            from.iter().enumerate().for_each(|(r, row)| to[p * width + i + r] = row[p]);
+        }
+    }
+    for i in whole..from.rows() {
+        to.chunks_exact_mut(width).zip(row(i)).for_each(|(to, value)| to[i] = *value);
+    }
+}
+
+/// The transpose of a square.
+#[inline(always)]
+fn transpose_square(rows: [[f32; 4]; 4]) -> [[f32; 4]; 4] {
+    std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
+}
+
+/// One micro tile: R rows and one panel's columns of C.
+struct Tile<'a> {
+    /// `[steps, R]`
+    a: &'a [f32],
+    /// `[steps, N * WIDTH]`
+    b: &'a [f32],
+    /// What to fetch meanwhile, and elements of it per step.
+    next: *const f32,
+    next_step: usize,
+    c: *mut f32,
+    stride: usize,
+    /// Rows and columns that C has.
+    rows: usize,
+    cols: usize,
+    add: bool,
+    alpha: f32,
+}
+
+impl Tile<'_> {
+    /// # Safety
+    /// `rows` rows of `cols` elements at `c`, `stride` apart, are there, and nobody else uses them.
+    #[inline(always)]
+    unsafe fn run<V: Lane, const N: usize, const R: usize>(&self) {
+        let mut sums = [[V::zero(); N]; R];
+        let mut next = self.next;
+        for r in 0..self.rows {
+            (0..N).for_each(|n| {
+                prefetch::<FIRST>(self.c.wrapping_add(r * self.stride + n * V::WIDTH))
+            });
+        }
+        let steps = self.a.chunks_exact(R).zip(self.b.chunks_exact(N * V::WIDTH));
+        for (a, b) in steps {
+            // SAFETY: `b` has N registers and `a` R values.
+            unsafe {
+                let columns: [V; N] =
+                    std::array::from_fn(|n| V::load(b.as_ptr().add(n * V::WIDTH)));
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let x = V::splat(a.as_ptr().add(r));
+                    *sums = std::array::from_fn(|n| x.fma(columns[n], sums[n]));
+                }
+            }
+            prefetch::<SECOND>(next);
+            next = next.wrapping_add(self.next_step);
+        }
+        if self.rows == R && self.cols == N * V::WIDTH {
+            // SAFETY: the tile's rows and columns of C are all there.
+            unsafe { self.finish::<V, N, R>(&sums, self.c, self.stride, self.add) };
+            return;
+        }
+        let mut whole = [0.0f32; LARGEST_TILE];
+        // SAFETY: `whole` has room for every micro tile.
+        unsafe { self.finish::<V, N, R>(&sums, whole.as_mut_ptr(), N * V::WIDTH, false) };
+        for (r, from) in whole.chunks_exact(N * V::WIDTH).take(self.rows).enumerate() {
+            // SAFETY: row `r` of C has `cols` elements from here on.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(self.c.add(r * self.stride), self.cols) };
+            for (to, from) in to.iter_mut().zip(from) {
+                *to = if self.add { *to + from } else { *from };
+            }
+        }
+    }
+
+    /// # Safety
+    /// R rows of `N * WIDTH` elements at `c`, `stride` apart, can be read and written.
+    #[inline(always)]
+    unsafe fn finish<V: Lane, const N: usize, const R: usize>(
+        &self,
+        sums: &[[V; N]; R],
+        c: *mut f32,
+        stride: usize,
+        add: bool,
+    ) {
+        // SAFETY: the caller's promise covers every element below.
+        unsafe {
+            let (alpha, one) = (V::splat(&self.alpha), V::splat(&1.0));
+            for (r, sums) in sums.iter().enumerate() {
+                for (n, &sum) in sums.iter().enumerate() {
+                    let to = c.add(r * stride + n * V::WIDTH);
+                    let sum = sum.fma(alpha, V::zero());
+                    (if add { sum.fma(one, V::load(to)) } else { sum }).store(to);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::Isa;
+
+    /// The instruction sets of this processor, the portable one among them.
+    pub(crate) fn all_sets() -> Vec<Isa> {
+        #[cfg(target_arch = "x86_64")]
+        let wide: &[Isa] = match Isa::detect() {
+            Isa::Avx512 => &[Isa::Avx512, Isa::Avx2],
+            Isa::Avx2 => &[Isa::Avx2],
+            Isa::Portable => &[],
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let wide: &[Isa] = &[];
+        wide.iter().copied().chain([Isa::Portable]).collect()
+    }
+}
