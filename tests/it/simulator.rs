@@ -117,6 +117,7 @@ fn limits(setup: &Setup) -> Limits {
             .map(|l| l > 0 && setup.tight && setup.policy == Policy::Deferred)
             .collect(),
         kept: 0,
+        kept_logits: 0,
         optimizer_chunks: 4,
     }
 }

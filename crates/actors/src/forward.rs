@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, channel};
 
 use compute::{Command, Device, MicroShape, Outcome, TensorId, WeightsId};
 use model::{HostBytes, LayerId, LayerKind, LayerTable, Micro, RunShape, TileSpec};
-use store::{ReadingStore, StoreError, TrainingStore, blocking};
+use store::{AfterUse, ReadingStore, StoreError, TrainingStore, blocking};
 
 use crate::{Batch, Failure};
 
@@ -36,7 +36,7 @@ impl WeightReader for TrainingStore {
 
     fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<HostBytes, StoreError> {
         let slot = self.state().layers[layer.index()].slot;
-        blocking(|done| self.read_weights(layer, slot, elements, done))
+        blocking(|done| self.read_weights(layer, slot, elements, AfterUse::Forget, done))
     }
 }
 

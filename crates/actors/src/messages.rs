@@ -7,7 +7,7 @@ use compute::{Command, Gradient, Outcome};
 use model::{Attempt, HostBytes, LayerId, Micro, Slot, Step};
 use optim::AdamW;
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
-use store::{IoCounters, State, StateChunk};
+use store::{AfterUse, IoCounters, State, StateChunk};
 
 use crate::{Batch, Clip, Failure, LayerSeconds, Reply, StallSeconds};
 
@@ -26,6 +26,7 @@ pub(crate) enum StoreRequest {
         layer: LayerId,
         slot: Slot,
         elements: Range<usize>,
+        after: AfterUse,
         reply: Reply<HostBytes>,
     },
     GatherRows {

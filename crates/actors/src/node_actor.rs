@@ -8,6 +8,7 @@ use compute::{Command, Outcome};
 use kameo::prelude::*;
 use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot};
 use schedule::{ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId};
+use store::AfterUse;
 
 use crate::Clip;
 use crate::directory::Directory;
@@ -267,14 +268,15 @@ impl NodeActor {
             NodeCommand::Gather { attempt, micro, layer, slot } => {
                 self.gather(attempt, micro, layer, slot);
             }
-            NodeCommand::StreamIn { attempt, visit, layer, tile, slot } => {
+            NodeCommand::StreamIn { attempt, visit, layer, tile, slot, again } => {
                 self.load.reads += 1;
                 let directory = self.directory.clone();
                 let reply = Reply::new(move |result| {
                     directory.node().post(NodeMessage::Weights { attempt, visit, result });
                 });
                 let elements = tile.elements;
-                let request = StoreRequest::ReadWeights { layer, slot, elements, reply };
+                let after = if again { AfterUse::Keep } else { AfterUse::Forget };
+                let request = StoreRequest::ReadWeights { layer, slot, elements, after, reply };
                 self.directory.store().post(request);
             }
             NodeCommand::Compute { attempt, visit, op } => self.compute(attempt, visit, op),

@@ -287,15 +287,15 @@ fn compute_and_write(
     let reply = Reply::new(move |result| {
         directory.optimizer().post(OptimizerMessage::ChunkWritten { job, result });
     });
-    // The bytes are hashed right before they are computed on, while they are in cache.
-    let checked = args.store.check_chunk(job.layer, job.from, chunk, &state);
     let layer = args.table.layer(job.layer);
-    let result = checked
-        .map_err(Failure::from)
-        .and_then(|()| chunk::update(layer, chunk, &job.prepared, &state, &gradient, &args.budget));
+    let updated = chunk::update(layer, chunk, &job.prepared, &state, &gradient, &args.budget);
     drop((state, gradient));
+    let result = updated.and_then(|output| {
+        args.store.check_chunk(job.layer, job.from, chunk, output.read_hashes)?;
+        Ok(output)
+    });
     match result {
-        Ok(chunk::ChunkOutput { bytes, hashes }) => {
+        Ok(chunk::ChunkOutput { bytes, hashes, .. }) => {
             let (layer, slot) = (job.layer, job.to);
             let request = StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, reply };
             args.directory.store().post(request);

@@ -46,8 +46,8 @@ impl Message<StoreRequest> for StoreActor {
         let store = Arc::clone(&self.args.store);
         let gate = &self.args.gate;
         match request {
-            StoreRequest::ReadWeights { layer, slot, elements, reply } => {
-                store.read_weights(layer, slot, elements, pass(gate, reply));
+            StoreRequest::ReadWeights { layer, slot, elements, after, reply } => {
+                store.read_weights(layer, slot, elements, after, pass(gate, reply));
             }
             StoreRequest::GatherRows { layer, slot, width, ids, reply } => {
                 store.gather_rows(layer, slot, width, ids, pass(gate, reply));

@@ -14,7 +14,7 @@ pub(crate) fn reset_moments(store: &TrainingStore) -> Result<(), StoreError> {
         let to = from.other();
         for chunk in 0..store.chunks(layer.id) {
             let old = blocking(|done| store.read_chunk(layer.id, from, chunk, done))?;
-            store.check_chunk(layer.id, from, chunk, &old)?;
+            store.check_chunk(layer.id, from, chunk, old.hashes())?;
             let zero = || HostBytes::zeroed(old.weight.len());
             let (exp_avg, exp_avg_sq) = (zero(), zero());
             let new = StateChunk { weight: old.weight, exp_avg, exp_avg_sq };

@@ -114,13 +114,15 @@ pub enum NodeCommand {
         layer: LayerId,
         slot: Slot,
     },
-    /// Read a tile's weights and bind them on the device under the visit's name.
+    /// Read a tile's weights and bind them on the device under the visit's name. `again`: the
+    /// optimizer reads the same bytes soon after.
     StreamIn {
         attempt: Attempt,
         visit: VisitId,
         layer: LayerId,
         tile: TileSpec,
         slot: Slot,
+        again: bool,
     },
     /// Move a layer's input from the device to `scratch/`, once what was enqueued is done with it.
     Park {
@@ -369,7 +371,8 @@ impl Node {
                     return None;
                 }
                 let (layer, slot) = (tile.source, self.newest(step, tile.source)?);
-                vec![NodeCommand::StreamIn { attempt, visit: id, layer, tile: tile.clone(), slot }]
+                let (visit, again, tile) = (id, self.reads_again(visit), tile.clone());
+                vec![NodeCommand::StreamIn { attempt, visit, layer, tile, slot, again }]
             }
         };
         if unparks {
@@ -380,6 +383,13 @@ impl Node {
         let takes_buffer = matches!(visit.need, Need::Tile(_));
         self.pass.as_mut()?.stream_issued(takes_buffer, if unparks { micros as usize } else { 0 });
         Some(commands)
+    }
+
+    /// Whether the optimizer runs on what the visit reads right after the sweep has passed it; on
+    /// the embedding, tied to the head or not, it runs last.
+    fn reads_again(&self, visit: &Visit) -> bool {
+        let updates = visit.gradient().is_some_and(|layer| layer.index() > 0);
+        self.config.policy == Policy::Fused && updates
     }
 
     /// Whether the visit's input has to come back from `scratch/`.

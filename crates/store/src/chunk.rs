@@ -1,8 +1,10 @@
 //! [`StateChunk`]: the unit in which the optimizer reads and writes a layer's state.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use model::{HostBytes, Plane};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Done, StoreError};
 use crate::hashes::{PlaneHashes, hash};
@@ -19,6 +21,28 @@ impl StateChunk {
     /// The chunk's hash per plane.
     pub fn hashes(&self) -> PlaneHashes {
         [&self.weight, &self.exp_avg, &self.exp_avg_sq].map(|block| hash(block.bytes()))
+    }
+}
+
+/// The hashes of a chunk that is gone through piece by piece, each while it is in cache.
+#[derive(Default)]
+#[allow(missing_debug_implementations)]
+pub struct ChunkHasher {
+    planes: [Xxh3Default; 3],
+}
+
+impl ChunkHasher {
+    /// Takes the next bytes of each plane in.
+    pub fn feed(&mut self, chunk: &StateChunk, bytes: Range<usize>) {
+        let blocks = [&chunk.weight, &chunk.exp_avg, &chunk.exp_avg_sq];
+        for (plane, block) in self.planes.iter_mut().zip(blocks) {
+            plane.update(&block.bytes()[bytes.clone()]);
+        }
+    }
+
+    /// Equal to [`StateChunk::hashes`] once all bytes were fed.
+    pub fn finish(&self) -> PlaneHashes {
+        [0, 1, 2].map(|plane| self.planes[plane].digest())
     }
 }
 

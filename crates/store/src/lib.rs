@@ -29,13 +29,13 @@ mod scratch;
 mod slots;
 mod training;
 
-pub use chunk::StateChunk;
+pub use chunk::{ChunkHasher, StateChunk};
 pub use create::{NewStore, StoreWriter, create};
 pub use error::{Done, StoreError, blocking};
 pub use hashes::{PlaneHashes, hash};
 pub use io::{
-    Access, Fault, Faulty, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory,
-    Op, OpKind, Part, Target, memory_engine, mmap_engine,
+    Access, AfterUse, Fault, Faulty, FileId, Image, Io, IoCounters, IoDone, IoError, Lock,
+    LockKind, Memory, Op, OpKind, Part, Target, memory_engine, mmap_engine,
 };
 pub use reading::{Damage, ReadingStore, layer_hash};
 pub use record::{LayerState, RecordKind, State};

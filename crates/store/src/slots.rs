@@ -8,7 +8,7 @@ use model::{Budget, CHUNK_BYTES, HostBytes, LayerSpec, Plane, Slot};
 use crate::files;
 use crate::hashes::{self, PlaneHashes, chunk_count, hash, plane_hashes};
 use crate::header;
-use crate::io::{Access, FileId, Handle, Io, IoError, read_now, read_target};
+use crate::io::{Access, AfterUse, FileId, Handle, Io, IoError, read_now, read_target};
 use crate::layout::{DTYPE, ELEMENT_BYTES, plane_bytes, plane_file, slot_path};
 use crate::record::LayerState;
 use crate::{StoreError, blocking};
@@ -101,7 +101,7 @@ impl SlotFiles {
         let file = &self.planes[plane as usize];
         let offset = file.data_start + offset;
         // A budget of its own: the block is not cached for anybody.
-        let target = io.target(file.file.id(), offset, len, &Budget::new(len))?;
+        let target = io.target(file.file.id(), offset, len, &Budget::new(len), AfterUse::Forget)?;
         blocking(|done| {
             let done = Box::new(move |block: Result<_, IoError>| done(block.map_err(Into::into)));
             read_target(io, file.file.id(), offset, target, done);

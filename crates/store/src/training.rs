@@ -21,8 +21,8 @@ use crate::error::{Done, StoreError};
 use crate::files;
 use crate::hashes::{self, PlaneHashes, plane_hashes};
 use crate::io::{
-    Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, fan_in, read_scattered, read_target,
-    write_block,
+    AfterUse, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, fan_in, read_scattered,
+    read_target, write_block,
 };
 use crate::layout::{ELEMENT_BYTES, Layout, RUN_FILE, SCRATCH_DIR, plane_bytes};
 use crate::log::{self, Log};
@@ -145,13 +145,14 @@ impl TrainingStore {
         layer: LayerId,
         slot: Slot,
         elements: Range<usize>,
+        after: AfterUse,
         done: Done<HostBytes>,
     ) {
         let inner = &self.inner;
         let files = inner.files(layer, slot);
         let bytes = elements.start * ELEMENT_BYTES..elements.end * ELEMENT_BYTES;
         assert!(bytes.start <= bytes.end && bytes.end as u64 <= files.data_bytes, "{elements:?}");
-        inner.read_data(files, Plane::Weight, bytes, done);
+        inner.read_data(files, Plane::Weight, bytes, after, done);
     }
 
     /// Reads rows of `width` elements of a layer's first tensor: `[ids.len(), width]` float32, in
@@ -210,7 +211,7 @@ impl TrainingStore {
             let gathered = Arc::clone(&gathered);
             let landed: Done<HostBytes> =
                 Box::new(move |block| ChunkReads::land(&gathered, plane, block));
-            self.inner.read_data(files, plane, range.clone(), landed);
+            self.inner.read_data(files, plane, range.clone(), AfterUse::Forget, landed);
         }
     }
 
@@ -226,15 +227,16 @@ impl TrainingStore {
         hashes
     }
 
-    /// Compares a chunk that was read with the hashes it must have; a mismatch poisons the store.
+    /// Compares the hashes of a chunk that was read with those it must have; a mismatch poisons the
+    /// store.
     pub fn check_chunk(
         &self,
         layer: LayerId,
         slot: Slot,
         chunk: usize,
-        read: &StateChunk,
+        found: PlaneHashes,
     ) -> Result<(), StoreError> {
-        let (expected, found) = (self.chunk_hashes(layer, slot, chunk), read.hashes());
+        let expected = self.chunk_hashes(layer, slot, chunk);
         let wrong = Plane::ALL.into_iter().find(|&p| expected[p as usize] != found[p as usize]);
         wrong.map_or(Ok(()), |plane| Err(self.report_mismatch(layer, slot, plane, chunk)))
     }
@@ -443,6 +445,7 @@ impl Inner {
         files: &SlotFiles,
         plane: Plane,
         bytes: Range<usize>,
+        after: AfterUse,
         done: Done<HostBytes>,
     ) {
         if let Err(error) = self.check_poison() {
@@ -450,7 +453,7 @@ impl Inner {
         }
         let file = &files.planes[plane as usize];
         let offset = file.data_start + bytes.start as u64;
-        match self.io.target(file.file.id(), offset, bytes.len(), &self.budget) {
+        match self.io.target(file.file.id(), offset, bytes.len(), &self.budget, after) {
             Err(error) => done(Err(error)),
             Ok(target) => {
                 let done = Box::new(move |b: Result<_, IoError>| done(b.map_err(Into::into)));

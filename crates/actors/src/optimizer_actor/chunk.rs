@@ -7,12 +7,15 @@ use compute::Gradient;
 use model::{Budget, CHUNK_BYTES, HostBytes, LayerSpec};
 use optim::{Input, NormTree, Output, Prepared};
 use rayon::prelude::*;
-use store::StateChunk;
+use store::{ChunkHasher, StateChunk};
 
 use crate::reply::Failure;
 
 /// Parameters of one chunk.
 pub(super) const ELEMENTS: usize = CHUNK_BYTES / 4;
+
+/// Elements that are hashed and computed at a time: 7 x 64 KiB, in the second-level cache.
+const PIECE: usize = 16 << 10;
 
 /// Elements that one thread square-sums at a time: a power of two of the norm tree's blocks.
 const NORM_PIECE: usize = 64 * optim::BLOCK_ELEMENTS;
@@ -21,6 +24,8 @@ const NORM_PIECE: usize = 64 * optim::BLOCK_ELEMENTS;
 pub(super) struct ChunkOutput {
     pub(super) bytes: StateChunk,
     pub(super) hashes: [u64; 3],
+    /// Of the state that it was computed from, to be compared before anything is written.
+    pub(super) read_hashes: [u64; 3],
 }
 
 /// The gradient a chunk is updated with.
@@ -49,7 +54,8 @@ pub(super) fn sum_of_squares(gradient: &Gradient) -> f64 {
     whole.sum()
 }
 
-/// New state of a chunk.
+/// New state of a chunk: piece by piece, so that what is read is hashed, computed on and hashed
+/// again while it is in cache.
 pub(super) fn update(
     layer: &LayerSpec,
     chunk: usize,
@@ -60,14 +66,35 @@ pub(super) fn update(
 ) -> Result<ChunkOutput, Failure> {
     let block = || budget.block(state.weight.len());
     let mut new = StateChunk { weight: block()?, exp_avg: block()?, exp_avg_sq: block()? };
-    let start = chunk * ELEMENTS;
-    let elements = start..start + state.weight.len() / 4;
+    let (mut read, mut written) = (ChunkHasher::default(), ChunkHasher::default());
+    let first = chunk * ELEMENTS;
+    let end = first + state.weight.len() / 4;
+    for start in (first..end).step_by(PIECE) {
+        let piece = start..(start + PIECE).min(end);
+        let bytes = (piece.start - first) * 4..(piece.end - first) * 4;
+        read.feed(state, bytes.clone());
+        update_piece(layer, first, &piece, prepared, state, gradient, &mut new);
+        written.feed(&new, bytes);
+    }
+    Ok(ChunkOutput { bytes: new, hashes: written.finish(), read_hashes: read.finish() })
+}
+
+/// Updates `piece` (elements of the layer) of the chunk that starts at `first`.
+fn update_piece(
+    layer: &LayerSpec,
+    first: usize,
+    piece: &Range<usize>,
+    prepared: &Prepared,
+    state: &StateChunk,
+    gradient: &GradientPart,
+    new: &mut StateChunk,
+) {
     for tensor in &layer.tensors {
-        let part = overlap(&tensor.range(), &elements);
+        let part = overlap(&tensor.range(), piece);
         if part.is_empty() {
             continue;
         }
-        let local = part.start - start..part.end - start;
+        let local = part.start - first..part.end - first;
         let decay = tensor.decays();
         let dense = match gradient {
             GradientPart::Read(values) => &values.f32s()[local.clone()],
@@ -75,16 +102,14 @@ pub(super) fn update(
                 Gradient::Dense(values) => &values.f32s()[part],
                 Gradient::Rows { ids, width, values } => {
                     let rows = Rows { ids, width: *width, values: values.f32s() };
-                    rows.update(prepared, decay, state, &mut new, part, start);
+                    rows.update(prepared, decay, state, new, part, first);
                     continue;
                 }
             },
         };
-        let (input, output) = slices(state, &mut new, local, dense);
+        let (input, output) = slices(state, new, local, dense);
         optim::update(prepared, decay, input, output);
     }
-    let hashes = new.hashes();
-    Ok(ChunkOutput { bytes: new, hashes })
 }
 
 /// A gradient of which only some rows are not zero.

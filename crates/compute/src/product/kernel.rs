@@ -479,9 +479,9 @@ impl Tile<'_> {
         let mut sums = [[V::zero(); N]; R];
         let mut next = self.next;
         for r in 0..self.rows {
-            (0..N).for_each(|n| {
-                prefetch::<FIRST>(self.c.wrapping_add(r * self.stride + n * V::WIDTH))
-            });
+            for n in 0..N {
+                prefetch::<FIRST>(self.c.wrapping_add(r * self.stride + n * V::WIDTH));
+            }
         }
         let steps = self.a.chunks_exact(R).zip(self.b.chunks_exact(N * V::WIDTH));
         for (a, b) in steps {

@@ -18,7 +18,8 @@ use model::Budget;
 
 use super::memory::overlay;
 use super::{
-    Access, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op, Target,
+    Access, AfterUse, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op,
+    Target,
 };
 use crate::StoreError;
 
@@ -323,8 +324,9 @@ impl Io for Faulty {
         offset: u64,
         len: usize,
         budget: &Budget,
+        after: AfterUse,
     ) -> Result<Target, StoreError> {
-        self.inner.target(file, offset, len, budget)
+        self.inner.target(file, offset, len, budget, after)
     }
 
     fn submit(&self, op: Op, done: IoDone) {

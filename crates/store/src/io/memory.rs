@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use model::{Budget, CHUNK_BYTES};
 
-use super::{Access, FileId, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Target};
+use super::{
+    Access, AfterUse, FileId, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Target,
+};
 use crate::StoreError;
 
 /// The contents of a disk: what a [`Memory`] starts from and can be asked for.
@@ -215,6 +217,7 @@ impl Io for Memory {
         _offset: u64,
         len: usize,
         budget: &Budget,
+        _after: AfterUse,
     ) -> Result<Target, StoreError> {
         Ok(Target::heap(budget.block(len)?))
     }

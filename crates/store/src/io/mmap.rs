@@ -18,7 +18,9 @@ use model::{Budget, CHUNK_BYTES, HostBytes, PAGE_BYTES};
 
 use super::os::{self, FileSystem};
 use super::pool::Pool;
-use super::{Access, FileId, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Part, Target};
+use super::{
+    Access, AfterUse, FileId, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Part, Target,
+};
 use crate::StoreError;
 
 /// The disk through the page cache, with `threads` threads for reads and as many for writes and
@@ -177,6 +179,7 @@ impl Io for Mmap {
         offset: u64,
         len: usize,
         _budget: &Budget,
+        after: AfterUse,
     ) -> Result<Target, StoreError> {
         if len == 0 {
             return Ok(Target::heap(HostBytes::zeroed(0)));
@@ -188,7 +191,8 @@ impl Io for Mmap {
             let source = io::ErrorKind::UnexpectedEof.into();
             return Err(IoError::new("map", &open.path, source).into());
         }
-        open.map(offset..end, self.keep_cached).map(Target::in_place).map_err(StoreError::from)
+        let keep = self.keep_cached || after == AfterUse::Keep;
+        open.map(offset..end, keep).map(Target::in_place).map_err(StoreError::from)
     }
 
     fn submit(&self, op: Op, done: IoDone) {

@@ -40,6 +40,16 @@ pub enum Access {
     ReadWrite,
 }
 
+/// What becomes of the system's cached copy of a range that was bound in place, when the block is
+/// dropped. An engine without such copies ignores it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterUse {
+    /// It goes, if the engine keeps resident memory bounded.
+    Forget,
+    /// Somebody reads the range again soon and lets it go then.
+    Keep,
+}
+
 /// Who else may hold a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
@@ -150,6 +160,7 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
         offset: u64,
         len: usize,
         budget: &Budget,
+        after: AfterUse,
     ) -> Result<Target, StoreError>;
     /// Starts a data operation.
     ///

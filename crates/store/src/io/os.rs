@@ -222,6 +222,16 @@ pub(crate) fn prefetch(file: &File, range: &Range<u64>) {
     }
 }
 
+/// Pages of a map that the page cache holds.
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) fn cached_pages(map: &[u8]) -> usize {
+    let mut pages = vec![0u8; map.len().div_ceil(PAGE_BYTES)];
+    let start = map.as_ptr().cast_mut().cast();
+    // SAFETY: the slice starts at a page, and `pages` has a byte for each of its pages.
+    check(unsafe { libc::mincore(start, map.len(), pages.as_mut_ptr()) }).expect("a map");
+    pages.iter().filter(|page| **page & 1 == 1).count()
+}
+
 /// Drops the clean cached pages that lie wholly in the range.
 pub(crate) fn drop_cached(file: &File, range: &Range<u64>) {
     advise(file, range, Advice::DontNeed);

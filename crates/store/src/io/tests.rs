@@ -54,12 +54,14 @@ fn compare(io: &dyn Io, dir: &Path, steps: &[Step]) {
 /// Through the engine's own target and through a heap block, which must agree.
 fn read_both_ways(io: &dyn Io, file: FileId, at: usize, len: usize) -> Option<Vec<u8>> {
     let heap = read_now(io, file, at as u64, len).ok().map(|block| block.bytes().to_vec());
-    let bound = io.target(file, at as u64, len, &Budget::new(len)).ok().and_then(|target| {
-        let (sender, receiver) = mpsc::channel();
-        let done = Box::new(move |block| sender.send(block).unwrap());
-        read_target(io, file, at as u64, target, done);
-        receiver.recv().unwrap().ok()
-    });
+    let bound = io.target(file, at as u64, len, &Budget::new(len), AfterUse::Forget).ok().and_then(
+        |target| {
+            let (sender, receiver) = mpsc::channel();
+            let done = Box::new(move |block| sender.send(block).unwrap());
+            read_target(io, file, at as u64, target, done);
+            receiver.recv().unwrap().ok()
+        },
+    );
     assert_eq!(bound.map(|block| block.bytes().to_vec()), heap);
     heap
 }
@@ -157,4 +159,28 @@ fn a_panicking_job_costs_no_thread() {
         receiver.recv().unwrap();
     }
     assert_eq!(DONE.load(Ordering::Relaxed), 3);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_read_again_soon_stays_cached_and_the_rest_goes() {
+    // Beside the build, which is on a disk: pages of a memory file system never go.
+    let temporary = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let io = mmap_engine(1, false);
+    let (path, len) = (temporary.path().join("f"), 64 * model::PAGE_BYTES);
+    let file = io.create(&path, len as u64).unwrap();
+    wait(|done| write_block(&*io, file, 0, &Arc::new(HostBytes::zeroed(len)), done)).unwrap();
+    wait(|done| io.submit(Op::Sync { file }, done)).unwrap();
+    let read = |after| {
+        let target = io.target(file, 0, len, &Budget::new(len), after).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        read_target(&*io, file, 0, target, Box::new(move |block| sender.send(block).unwrap()));
+        drop(receiver.recv().unwrap().unwrap());
+    };
+    let plain = std::fs::File::open(&path).unwrap();
+    let cached = || os::cached_pages(os::map(&plain, 0, len, || ()).unwrap().bytes());
+    read(AfterUse::Keep);
+    assert_eq!(cached(), 64);
+    read(AfterUse::Forget);
+    assert_eq!(cached(), 0);
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use model::{Budget, LayerId, Plane, Slot};
 use safetensors::SafeTensors;
-use store::{StoreError, TrainingStore, blocking, mmap_engine};
+use store::{AfterUse, StoreError, TrainingStore, blocking, mmap_engine};
 
 use crate::support::{
     CONFIG, assert_contents, create_store, open, read, table, train_step, value, write_layer,
@@ -79,7 +79,9 @@ fn a_mapped_range_is_not_written() {
     create_store(&io, &dir, CONFIG).unwrap();
     let (store, _) = open(&io, &dir).unwrap();
     write_layer(&store, LayerId(0), Slot::B, 1).unwrap();
-    let bound = blocking(|done| store.read_weights(LayerId(0), Slot::B, 0..8, done)).unwrap();
+    let bound =
+        blocking(|done| store.read_weights(LayerId(0), Slot::B, 0..8, AfterUse::Forget, done))
+            .unwrap();
     let error = write_layer(&store, LayerId(0), Slot::B, 2).unwrap_err();
     assert!(error.to_string().contains("still mapped"), "{error}");
     assert_eq!(bound.f32s()[0], value(LayerId(0), Plane::Weight, 1, 0));
@@ -95,7 +97,8 @@ fn maps_need_no_budget() {
     create_store(&io, &dir, CONFIG).unwrap();
     let (store, _) =
         TrainingStore::open(Arc::clone(&io), &dir, Budget::new(16), Duration::ZERO).unwrap();
-    blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..320, done)).unwrap();
+    blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..320, AfterUse::Forget, done))
+        .unwrap();
     let rows = blocking(|done| store.gather_rows(LayerId(0), Slot::A, 8, vec![1], done));
     assert!(matches!(rows, Err(StoreError::Memory(_))), "{rows:?}");
 }

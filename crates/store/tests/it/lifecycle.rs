@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use model::{Budget, LayerId, Plane, Slot};
 use store::{
-    Image, Io, Memory, NewStore, ReadingStore, StoreError, TrainingStore, blocking, create,
-    memory_engine, mmap_engine,
+    AfterUse, Image, Io, Memory, NewStore, ReadingStore, StoreError, TrainingStore, blocking,
+    create, memory_engine, mmap_engine,
 };
 
 use crate::support::{
@@ -77,8 +77,10 @@ fn weights_and_rows_are_read_where_they_are() {
         let (store, _) = open(&io, &dir).unwrap();
         let layer = LayerId(0);
         let range = 1_000_000..1_150_001;
-        let block =
-            blocking(|done| store.read_weights(layer, Slot::A, range.clone(), done)).unwrap();
+        let block = blocking(|done| {
+            store.read_weights(layer, Slot::A, range.clone(), AfterUse::Forget, done)
+        })
+        .unwrap();
         let expected = range.map(|i| value(layer, Plane::Weight, 0, i));
         assert!(block.f32s().iter().copied().eq(expected));
 
@@ -100,9 +102,11 @@ fn a_pending_slot_is_readable_before_its_commit() {
     let (store, _) = open(&io, Path::new(DIR)).unwrap();
     let layer = LayerId(2);
     write_layer(&store, layer, Slot::B, 1).unwrap();
-    let block = blocking(|done| store.read_weights(layer, Slot::B, 3..9, done)).unwrap();
+    let block =
+        blocking(|done| store.read_weights(layer, Slot::B, 3..9, AfterUse::Forget, done)).unwrap();
     assert!(block.f32s().iter().copied().eq((3..9).map(|i| value(layer, Plane::Weight, 1, i))));
-    let live = blocking(|done| store.read_weights(layer, Slot::A, 3..4, done)).unwrap();
+    let live =
+        blocking(|done| store.read_weights(layer, Slot::A, 3..4, AfterUse::Forget, done)).unwrap();
     assert_eq!(live.f32s(), [value(layer, Plane::Weight, 0, 3)]);
 }
 

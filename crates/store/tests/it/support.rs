@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use model::{Attempt, Budget, HostBytes, LayerId, LayerTable, ModelConfig, Plane, Slot, Step};
 use store::{
-    Access, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory, NewStore, Op,
-    ReadingStore, Recovery, StateChunk, StoreError, Target, TrainingStore, blocking, create,
+    Access, AfterUse, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory,
+    NewStore, Op, ReadingStore, Recovery, StateChunk, StoreError, Target, TrainingStore, blocking,
+    create,
 };
 
 pub(crate) const DIR: &str = "/disk/store";
@@ -138,7 +139,7 @@ pub(crate) fn assert_contents(store: &TrainingStore, step: u64) {
         let id = LayerId(index as u32);
         for chunk in 0..store.chunks(id) {
             let read = blocking(|done| store.read_chunk(id, layer.slot, chunk, done)).unwrap();
-            store.check_chunk(id, layer.slot, chunk, &read).unwrap();
+            store.check_chunk(id, layer.slot, chunk, read.hashes()).unwrap();
             let planes = [&read.weight, &read.exp_avg, &read.exp_avg_sq];
             for (plane, block) in Plane::ALL.into_iter().zip(planes) {
                 let elements = store.chunk_elements(id, chunk);
@@ -234,8 +235,9 @@ impl Io for HeldSyncs {
         offset: u64,
         len: usize,
         budget: &Budget,
+        after: AfterUse,
     ) -> Result<Target, StoreError> {
-        self.inner.target(file, offset, len, budget)
+        self.inner.target(file, offset, len, budget, after)
     }
 
     fn submit(&self, op: Op, done: IoDone) {
