@@ -44,6 +44,8 @@ pub(crate) struct Setup {
     pub(crate) faults_per_million: u64,
     /// Durations vary by this many percent.
     pub(crate) jitter_percent: u64,
+    /// The step whose rows cannot be read; 0 for none.
+    pub(crate) bad_batch: u64,
     pub(crate) seed: u64,
 }
 
@@ -207,7 +209,9 @@ impl World {
         for command in self.run.on(event) {
             match command {
                 RunCommand::LoadBatch { step } => {
-                    self.after(1, Happening::Run(RunEvent::BatchLoaded { step }));
+                    let bad = step.0 == self.setup.bad_batch;
+                    let event = if bad { RunEvent::GiveUp } else { RunEvent::BatchLoaded { step } };
+                    self.after(1, Happening::Run(event));
                 }
                 RunCommand::Node(message) => {
                     self.aborts += u64::from(matches!(message, ToNode::Abort { .. }));

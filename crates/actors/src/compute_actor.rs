@@ -1,8 +1,9 @@
 //! [`ComputeActor`]: owns the device. The device has its own thread; the actor only enqueues.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use compute::Device;
+use compute::{Device, DeviceError};
 use kameo::prelude::*;
 
 use crate::fault::FaultPlan;
@@ -41,9 +42,14 @@ impl Message<ComputeRequest> for ComputeActor {
     async fn handle(&mut self, request: ComputeRequest, _: &mut Context<Self, ()>) {
         self.faults.message("compute");
         let reply = request.reply;
-        let done = Box::new(move |result: Result<_, compute::DeviceError>| {
+        let gone = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&gone);
+        let done = Box::new(move |result: Result<_, DeviceError>| {
+            told.store(matches!(result, Err(DeviceError::Gone)), Ordering::Relaxed);
             reply.send(result.map_err(Into::into));
         });
         self.device.enqueue(request.command, done);
+        // A device that is gone says so at once and for ever: the next incarnation opens another.
+        assert!(!gone.load(Ordering::Relaxed), "the device's thread is gone");
     }
 }

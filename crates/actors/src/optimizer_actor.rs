@@ -142,6 +142,10 @@ impl OptimizerActor {
     }
 
     fn enqueue(&mut self, job: UpdateJob, reply: Reply<[u64; 3]>) {
+        if !self.gradients.contains_key(&(job.attempt, job.layer)) {
+            // It died with the incarnation before; the attempt ends.
+            return reply.send(Err(Failure::Lost));
+        }
         let elements = self.args.table.layer(job.layer).elements();
         let chunks = elements.div_ceil(chunk::ELEMENTS);
         self.jobs.push_back(Progress { job, chunks, next: 0, written: 0, reply: Some(reply) });
@@ -161,8 +165,7 @@ impl OptimizerActor {
     fn start_chunk(&mut self, job: UpdateJob, chunk: usize) {
         let gradient = match self.gradients.get(&(job.attempt, job.layer)) {
             Some(Held::Ram(gradient)) => Some(GradientPart::Whole(Arc::clone(gradient))),
-            Some(Held::Spilled) => None,
-            None => panic!("layer {} is updated without a gradient", job.layer),
+            Some(Held::Spilled) | None => None,
         };
         if gradient.is_none() {
             self.read_gradient(job, chunk);

@@ -31,7 +31,7 @@ pub(crate) fn judge(failure: &Failure) -> Verdict {
         Failure::Data(_) | Failure::Logits | Failure::Dead { .. } | Failure::NotFinite { .. } => {
             Verdict::StopNode
         }
-        Failure::Store(StoreError::Io { .. }) => Verdict::Retry,
+        Failure::Store(StoreError::Io { .. } | StoreError::Memory(_)) => Verdict::Retry,
         Failure::Store(_) => Verdict::StopNode,
     }
 }

@@ -51,7 +51,7 @@ pub enum RunEvent {
     },
     /// Finish what is about to commit, drop the rest, end.
     StopRequested,
-    /// The step in flight must not be committed and trying again is pointless.
+    /// The step that is swept must not be committed and trying again is pointless.
     GiveUp,
 }
 
@@ -139,12 +139,7 @@ impl Run {
             RunEvent::Durable { step } => self.on_durable(step, &mut out),
             RunEvent::CommitFailed { .. } => self.end(End::Failed, &mut out),
             RunEvent::StopRequested => self.stopping = true,
-            RunEvent::GiveUp => {
-                self.fatal = true;
-                if self.aborting.is_none() {
-                    self.abort(&mut out);
-                }
-            }
+            RunEvent::GiveUp => self.fatal = true,
         }
         self.advance(&mut out);
         out
@@ -214,11 +209,12 @@ impl Run {
         out.push(RunCommand::Node(ToNode::Committed { step, attempt: tail.attempt }));
     }
 
-    /// A stopping run drops the sweep in flight, but only once nothing of the step before is being
-    /// updated: dropping an attempt drains every resource.
+    /// A run that stops or gives up drops the sweep in flight, but only once nothing of the step
+    /// before is being updated: dropping an attempt drains every resource, and that step is good.
     fn drop_sweep(&mut self, out: &mut Vec<RunCommand>) {
         let updating = self.tail.is_some_and(|t| t.phase == Phase::Updating);
-        if !self.stopping || self.finished || self.aborting.is_some() || updating {
+        let ends = self.stopping || self.fatal;
+        if !ends || self.finished || self.aborting.is_some() || updating {
             return;
         }
         let sweeping = self.front.take_if(|f| f.phase == Phase::Sweeping);

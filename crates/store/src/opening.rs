@@ -9,7 +9,7 @@ use crate::StoreError;
 use crate::files;
 use crate::hashes::PlaneHashes;
 use crate::io::{Access, Io, IoError};
-use crate::layout::{COMMIT_DIR, INDEX_FILE, SCRATCH_DIR};
+use crate::layout::{COMMIT_DIR, SCRATCH_DIR};
 use crate::log;
 use crate::record::State;
 use crate::slots::SlotFiles;
@@ -90,17 +90,13 @@ pub(crate) fn check_live(
     Ok(())
 }
 
-/// Removes what the new log makes stale: older logs, the index, temporary and scratch files.
+/// Removes what the new log makes stale: older logs, temporary and scratch files.
 pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), IoError> {
     let commit = dir.join(COMMIT_DIR);
     for name in io.list(&commit)? {
         if log::number_of(&name).is_some_and(|number| number < log) {
             io.unlink(&commit.join(name))?;
         }
-    }
-    let index = dir.join(INDEX_FILE);
-    if io.exists(&index) {
-        io.unlink(&index)?;
     }
     files::remove_temporaries(io, &commit)?;
     files::remove_temporaries(io, dir)?;

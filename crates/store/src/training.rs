@@ -10,6 +10,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use crate::io::{
     AfterUse, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, fan_in, read_scattered,
     read_target, write_block,
 };
-use crate::layout::{ELEMENT_BYTES, Layout, RUN_FILE, SCRATCH_DIR, plane_bytes};
+use crate::layout::{ELEMENT_BYTES, INDEX_FILE, Layout, RUN_FILE, SCRATCH_DIR, plane_bytes};
 use crate::log::{self, Log};
 use crate::opening::{SlotTable, check_live, open_slots, remove_leftovers};
 use crate::reading::write_index;
@@ -49,6 +50,8 @@ struct Inner {
     slots: Vec<[SlotFiles; 2]>,
     tables: Mutex<Vec<[SlotTable; 2]>>,
     chain: Mutex<Chain>,
+    /// Whether an index may be there that points into slots about to be written.
+    may_have_index: AtomicBool,
     /// The first failure that poisoned the store, and whether it was damage.
     poison: Mutex<Option<(String, bool)>>,
     /// Declared last: given up after everything else.
@@ -101,6 +104,7 @@ impl TrainingStore {
             slots,
             tables: Mutex::new(tables),
             chain: Mutex::new(Chain { state: found.state, log, committing: None }),
+            may_have_index: AtomicBool::new(true),
             poison: Mutex::new(None),
             _lock: lock,
         };
@@ -278,7 +282,8 @@ impl TrainingStore {
         let blocks = [bytes.weight, bytes.exp_avg, bytes.exp_avg_sq];
         assert!(blocks.iter().all(|block| block.len() == len), "a chunk of {len} bytes");
         inner.assert_inactive(layer, slot);
-        if let Err(error) = inner.check_poison().and_then(|()| inner.check_links(files)) {
+        let ready = inner.check_poison().and_then(|()| inner.check_links(files));
+        if let Err(error) = ready.and_then(|()| inner.remove_index()) {
             return done(Err(error));
         }
         inner.tables()[layer.index()][slot as usize].start_write(chunk);
@@ -494,6 +499,21 @@ impl Inner {
                 return Err(StoreError::Invalid(what));
             }
         }
+        Ok(())
+    }
+
+    /// Other software must not follow an old index into a slot that changes; until the first write
+    /// it is right.
+    fn remove_index(&self) -> Result<(), StoreError> {
+        if !self.may_have_index.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let index = self.dir.join(INDEX_FILE);
+        if self.io.exists(&index) {
+            self.io.unlink(&index)?;
+            self.io.sync_dir(&self.dir)?;
+        }
+        self.may_have_index.store(false, Ordering::Release);
         Ok(())
     }
 

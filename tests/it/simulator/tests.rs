@@ -25,6 +25,7 @@ fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
         },
         faults_per_million: 0,
         jitter_percent: 0,
+        bad_batch: 0,
         seed: 0,
     }
 }
@@ -120,4 +121,26 @@ fn a_stop_ends_the_run_at_a_committed_step() {
         assert!(world.durable_at.len() < 50);
         assert_eq!(world.run.durable(), Step(world.durable_at.len() as u64));
     }
+}
+
+#[test]
+fn giving_up_drops_what_is_swept_and_commits_what_is_being_updated() {
+    let mut dropped = 0;
+    for seed in 0..200 {
+        let policy = if seed % 2 == 0 { Policy::Fused } else { Policy::Deferred };
+        let bad_batch = 2 + seed % 5;
+        let mut world = World::new(Setup {
+            layers: 3,
+            steps: 9,
+            jitter_percent: 300,
+            bad_batch,
+            seed,
+            ..balanced(policy, 2)
+        });
+        assert_eq!(world.run(), End::Failed, "seed {seed}");
+        // Its rows are asked for when the step before begins; the one before that may be updating.
+        assert_eq!(world.durable_at.len() as u64, bad_batch - 2, "seed {seed}");
+        dropped += world.aborts;
+    }
+    assert_eq!(dropped, 200);
 }
