@@ -39,6 +39,10 @@ pub fn mmap_engine(threads: usize, keep_cached: bool) -> Arc<dyn Io> {
     })
 }
 
+/// Write-back goes in whole pieces of this size, the largest unit in which Linux caches: one that
+/// a chunk ends in is written once, after the next chunk has filled it.
+const WRITE_BACK_BYTES: u64 = 2 << 20;
+
 #[derive(Debug)]
 struct Mmap {
     files: Mutex<HashMap<FileId, Arc<OpenFile>>>,
@@ -54,8 +58,16 @@ struct OpenFile {
     file: File,
     path: PathBuf,
     mapped: Mutex<Vec<Range<u64>>>,
-    /// The last range whose write-back was started but not waited for.
-    behind: Mutex<Option<Range<u64>>>,
+    behind: Mutex<Behind>,
+}
+
+/// How far the write-back of a file has come.
+#[derive(Debug, Default)]
+struct Behind {
+    /// Started and not waited for.
+    started: Option<Range<u64>>,
+    /// End of the last write.
+    end: u64,
 }
 
 #[derive(Debug, Default)]
@@ -318,11 +330,18 @@ impl OpenFile {
     }
 
     fn write_behind(&self, range: Range<u64>, keep_cached: bool) -> io::Result<()> {
-        os::start_writeback(&self.file, &range)?;
-        if keep_cached {
-            return Ok(());
+        let whole = |at: u64| at / WRITE_BACK_BYTES * WRITE_BACK_BYTES;
+        let last = range.end == self.file.metadata()?.len();
+        let ready = whole(range.start)..if last { range.end } else { whole(range.end) };
+        let previous = {
+            let mut behind = held(&self.behind);
+            behind.end = range.end;
+            if ready.is_empty() { None } else { behind.started.replace(ready.clone()) }
+        };
+        if !ready.is_empty() {
+            os::start_writeback(&self.file, &ready)?;
         }
-        let Some(previous) = held(&self.behind).replace(range) else { return Ok(()) };
+        let Some(previous) = previous.filter(|_| !keep_cached) else { return Ok(()) };
         os::finish_writeback(&self.file, &previous)?;
         os::drop_cached(&self.file, &previous);
         Ok(())
@@ -330,9 +349,10 @@ impl OpenFile {
 
     fn sync(&self, keep_cached: bool) -> Result<(), IoError> {
         let result = self.file.sync_data();
-        let behind = held(&self.behind).take();
-        if let (false, Some(range)) = (keep_cached, behind) {
-            os::drop_cached(&self.file, &range);
+        let behind = std::mem::take(&mut *held(&self.behind));
+        if !keep_cached {
+            let start = behind.started.map_or(0, |range| range.start);
+            os::drop_cached(&self.file, &(start..behind.end.max(start)));
         }
         result.map_err(|e| IoError::new("sync", &self.path, e).losing_writes())
     }
