@@ -42,6 +42,7 @@ pub(crate) struct OptimizerArgs {
 
 pub(crate) struct OptimizerActor {
     args: OptimizerArgs,
+    /// Measured, not yet applied.
     gradients: BTreeMap<(Attempt, LayerId), Held>,
     /// Chunks that wait for their state or their gradient.
     halves: BTreeMap<(Attempt, LayerId, usize), Half>,
@@ -65,6 +66,7 @@ struct Half {
 /// A layer on its way.
 struct Progress {
     job: UpdateJob,
+    gradient: Held,
     chunks: usize,
     next: usize,
     written: usize,
@@ -142,13 +144,14 @@ impl OptimizerActor {
     }
 
     fn enqueue(&mut self, job: UpdateJob, reply: Reply<[u64; 3]>) {
-        if !self.gradients.contains_key(&(job.attempt, job.layer)) {
+        let Some(gradient) = self.gradients.remove(&(job.attempt, job.layer)) else {
             // It died with the incarnation before; the attempt ends.
             return reply.send(Err(Failure::Lost));
-        }
+        };
         let elements = self.args.table.layer(job.layer).elements();
         let chunks = elements.div_ceil(chunk::ELEMENTS);
-        self.jobs.push_back(Progress { job, chunks, next: 0, written: 0, reply: Some(reply) });
+        let reply = Some(reply);
+        self.jobs.push_back(Progress { job, gradient, chunks, next: 0, written: 0, reply });
     }
 
     /// Starts reads while chunks are free.
@@ -156,17 +159,18 @@ impl OptimizerActor {
         while self.in_flight < self.args.chunks_in_flight {
             let Some(progress) = self.jobs.iter_mut().find(|p| p.next < p.chunks) else { break };
             let (job, chunk) = (progress.job, progress.next);
+            let gradient = match &progress.gradient {
+                Held::Ram(gradient) => Some(GradientPart::Whole(Arc::clone(gradient))),
+                Held::Spilled => None,
+            };
             progress.next += 1;
             self.in_flight += 1;
-            self.start_chunk(job, chunk);
+            self.start_chunk(job, chunk, gradient);
         }
     }
 
-    fn start_chunk(&mut self, job: UpdateJob, chunk: usize) {
-        let gradient = match self.gradients.get(&(job.attempt, job.layer)) {
-            Some(Held::Ram(gradient)) => Some(GradientPart::Whole(Arc::clone(gradient))),
-            Some(Held::Spilled) | None => None,
-        };
+    /// `gradient`: `None` if it has to be read back.
+    fn start_chunk(&mut self, job: UpdateJob, chunk: usize, gradient: Option<GradientPart>) {
         if gradient.is_none() {
             self.read_gradient(job, chunk);
         }
@@ -235,7 +239,6 @@ impl OptimizerActor {
             return;
         }
         let finished = self.jobs.remove(at);
-        self.gradients.remove(&(job.attempt, job.layer));
         if let Some(reply) = finished.and_then(|p| p.reply) {
             let (layer, slot) = (job.layer, job.to);
             self.args.directory.store().post(StoreRequest::FinishLayer { layer, slot, reply });

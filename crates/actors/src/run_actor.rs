@@ -172,7 +172,9 @@ impl RunActor {
     }
 
     fn give_up(&mut self, failure: Failure) -> RunEvent {
-        self.failure = Some(Arc::new(failure));
+        if !self.gave_up {
+            self.failure = Some(Arc::new(failure));
+        }
         self.gave_up = true;
         RunEvent::GiveUp
     }
@@ -206,8 +208,10 @@ impl RunActor {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
                 self.args.observer.event(&Event::Aborted { step, attempt: attempt.0, reason });
+                if !self.gave_up {
+                    self.failure = Some(Arc::new(failure));
+                }
                 self.gave_up |= fatal;
-                self.failure = Some(Arc::new(failure));
             }
             _ => {}
         }

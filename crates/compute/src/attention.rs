@@ -36,7 +36,7 @@ pub(crate) struct Attention {
 }
 
 thread_local! {
-    /// Tiles of one thread: outside the budget, at most 300 KiB.
+    /// Tiles of one thread: outside the budget, at most 850 KiB.
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 

@@ -1,8 +1,9 @@
 //! [`CpuDevice`]: commands run in order on one thread of its own, their loops on a shared pool.
 //!
 //! Invariants:
-//! - all blocks that grow with the model come from the budget; outside it are, per thread, one
-//!   panel of a product and the tiles of attention, and 12 bytes per token of head statistics;
+//! - all blocks that grow with the model come from the budget; outside it are 8 MiB of a product's
+//!   packed operand, per thread a block of the other one and the tiles of attention (1 MiB), and 12
+//!   bytes per token of head statistics;
 //! - every command answers exactly once, a panic included.
 
 use std::any::Any;

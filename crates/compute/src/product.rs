@@ -10,8 +10,8 @@
 //! measured (faer) takes four columns per pass over a packed panel; `cargo bench --bench layer`
 //! has it beside ours.
 
-use std::cell::Cell;
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rayon::prelude::*;
 
@@ -28,7 +28,7 @@ pub(crate) enum Accum {
     Add,
 }
 
-/// Packed columns of B: outside the budget, once per calling thread.
+/// Packed columns of B, at least one panel of them: outside the budget, once.
 const PACKED_BYTES: usize = 8 << 20;
 /// Rows and columns of C of a task: C's part and A's packed rows stay in the second-level cache.
 /// With fewer tasks than [`TASKS_PER_THREAD`] their rows are halved.
@@ -57,31 +57,42 @@ pub(crate) fn tn(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
     parallel(MatMut::new(c, m, n), accum, a, b);
 }
 
-thread_local! {
-    /// Taken while in use: a thread that waits for its tasks may run others.
-    static PACKED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
+/// Taken while in use; a device computes one product at a time.
+static PACKED: Mutex<Vec<f32>> = Mutex::new(Vec::new());
 
 fn parallel(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
     let isa = Isa::detect();
     let (k, panel) = (a.cols(), isa.panel());
-    let most = (PACKED_BYTES / 4 / k.max(1)).max(panel);
-    let mut packed = PACKED.take();
+    let most = PACKED_BYTES / 4 / k.max(1);
+    let mut packed = std::mem::take(&mut *spare());
     let mut right = c;
     for columns in equal_parts(b.cols(), most, panel) {
         let (c, rest) = right.split_at_col(columns.len());
         right = rest;
         let b = b.subcols(columns);
-        packed.resize(b.cols().next_multiple_of(panel) * k, 0.0);
-        let pieces: Vec<_> = kernel::pieces(&mut packed, k, panel).collect();
+        let packed = room(&mut packed, b.cols().next_multiple_of(panel) * k);
+        let pieces: Vec<_> = kernel::pieces(packed, k, panel).collect();
         pieces.into_par_iter().for_each(|piece| piece.pack(b));
-        let packed = &packed[..];
+        let packed = &*packed;
         tasks(c, panel).into_par_iter().with_max_len(1).for_each(|(i, j, c)| {
             let a = a.subrows(i..i + c.rows());
             isa.block(c, accum, a, (packed, j), 1.0);
         });
     }
-    PACKED.set(packed);
+    *spare() = packed;
+}
+
+fn spare() -> MutexGuard<'static, Vec<f32>> {
+    // Only whole vectors are moved under the lock.
+    PACKED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `len` elements of a buffer that only grows: what it held before is overwritten by the caller.
+fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
 }
 
 /// `C (+)= alpha * A * B` on the calling thread; `packed` is room for B's packed columns.
@@ -106,7 +117,7 @@ fn product_on(
     packed: &mut Vec<f32>,
 ) {
     let (k, panel) = (a.cols(), isa.panel());
-    packed.resize(b.cols().next_multiple_of(panel) * k, 0.0);
+    let packed = room(packed, b.cols().next_multiple_of(panel) * k);
     kernel::pieces(packed, k, panel).for_each(|piece| piece.pack(b));
     isa.block(c, accum, a, (packed, 0), alpha);
 }
@@ -128,15 +139,14 @@ fn tasks(c: MatMut<'_>, panel: usize) -> Vec<(usize, usize, MatMut<'_>)> {
 /// `0..len` in as few parts as `most` allows, about equally long and multiples of `unit` but for
 /// the last.
 fn equal_parts(len: usize, most: usize, unit: usize) -> impl Iterator<Item = Range<usize>> {
-    let step = len.div_ceil(len.div_ceil(most.max(unit)).max(1)).next_multiple_of(unit).max(1);
+    let most = (most / unit * unit).max(unit);
+    let step = len.div_ceil(len.div_ceil(most).max(1)).next_multiple_of(unit).max(1);
     (0..len).step_by(step).map(move |start| start..(start + step).min(len))
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-
-    use super::kernel::tests::all_sets;
 
     use super::*;
 
@@ -183,7 +193,7 @@ mod tests {
         let mut whole = vec![0.0; m * n];
         nn(&mut whole, Accum::Replace, &a, &b, k);
         let bits = |c: &[f32]| c.iter().map(|c| c.to_bits()).collect::<Vec<_>>();
-        for isa in all_sets() {
+        for isa in Isa::available() {
             for (rows, cols) in [(m, n), (1, n), (7, 11)] {
                 let mut c = vec![0.0; m * n];
                 for (i, j, part) in grid(MatMut::new(&mut c, m, n), (rows, cols)) {

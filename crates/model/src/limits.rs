@@ -206,7 +206,7 @@ pub struct Limits {
     /// Microbatches of decoder layers whose inner activations are kept for backward.
     pub kept: usize,
     /// Microbatches of vocabulary tiles whose logits are kept for backward, besides those of the
-    /// last tile, which goes straight back.
+    /// last tile, which goes straight back and stays within `Workspace::command_bytes`.
     pub kept_logits: usize,
     /// Chunks of state the optimizer has in flight.
     pub optimizer_chunks: usize,

@@ -51,7 +51,7 @@ pub enum RunEvent {
     },
     /// Finish what is about to commit, drop the rest, end.
     StopRequested,
-    /// The step that is swept must not be committed and trying again is pointless.
+    /// Going on is pointless: what is being swept is dropped, what has been swept still commits.
     GiveUp,
 }
 
@@ -180,7 +180,10 @@ impl Run {
     /// is never dropped: its commit decides.
     fn fail(&mut self, attempt: Attempt, fatal: bool, out: &mut Vec<RunCommand>) {
         let known = |f: &Option<InFlight>| f.is_some_and(|f| f.attempt == attempt);
-        if self.aborting.is_some() || !(known(&self.front) || known(&self.tail)) {
+        let sweeping = self.front.is_some_and(|f| f.phase == Phase::Sweeping && known(&self.front));
+        let known = known(&self.front) || known(&self.tail);
+        if self.aborting.is_some() || !known || (fatal && sweeping) {
+            // A sweep that is beyond help is dropped when the step before has been updated.
             self.fatal |= fatal;
             return;
         }

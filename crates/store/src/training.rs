@@ -8,9 +8,9 @@
 //! - no lock is held while an operation is submitted or a [`Done`] runs.
 
 use std::fmt;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -50,8 +50,9 @@ struct Inner {
     slots: Vec<[SlotFiles; 2]>,
     tables: Mutex<Vec<[SlotTable; 2]>>,
     chain: Mutex<Chain>,
-    /// Whether an index may be there that points into slots about to be written.
-    may_have_index: AtomicBool,
+    /// Whether an index may be there that points into slots about to be written. Held while it is
+    /// removed: nobody writes before that is durable.
+    may_have_index: Mutex<bool>,
     /// The first failure that poisoned the store, and whether it was damage.
     poison: Mutex<Option<(String, bool)>>,
     /// Declared last: given up after everything else.
@@ -104,7 +105,7 @@ impl TrainingStore {
             slots,
             tables: Mutex::new(tables),
             chain: Mutex::new(Chain { state: found.state, log, committing: None }),
-            may_have_index: AtomicBool::new(true),
+            may_have_index: Mutex::new(true),
             poison: Mutex::new(None),
             _lock: lock,
         };
@@ -505,15 +506,18 @@ impl Inner {
     /// Other software must not follow an old index into a slot that changes; until the first write
     /// it is right.
     fn remove_index(&self) -> Result<(), StoreError> {
-        if !self.may_have_index.load(Ordering::Acquire) {
+        let mut may_have_index = held(&self.may_have_index);
+        if !*may_have_index {
             return Ok(());
         }
-        let index = self.dir.join(INDEX_FILE);
-        if self.io.exists(&index) {
-            self.io.unlink(&index)?;
-            self.io.sync_dir(&self.dir)?;
-        }
-        self.may_have_index.store(false, Ordering::Release);
+        let unlinked = match self.io.unlink(&self.dir.join(INDEX_FILE)) {
+            Err(error) if error.source.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        };
+        // An earlier removal may not be durable yet, so an absent index is synced as well.
+        let removed = unlinked.and_then(|()| self.io.sync_dir(&self.dir));
+        removed.inspect_err(|error| self.poison_if_lost(error))?;
+        *may_have_index = false;
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! The head's loops over one vocabulary tile: logits `[T, Vtile]` exist for one tile at a time.
+//! The head's loops over one vocabulary tile and its logits `[T, Vtile]`.
 //!
 //! Formula: softmax with a running maximum (Milakov and Gimelshein 2018).
 

@@ -246,6 +246,7 @@ impl State {
         self.check_labels(labels)?;
         self.check_tensor("input of the head", o.h, labels.len())?;
         let mut stats = if tile.start == 0 {
+            self.logits.retain(|(stats, _), _| *stats != o.stats);
             let mut stats = HostBytes::zeroed(labels.len() * STATS * 4);
             head::clear_stats(stats.f32s_mut());
             stats
@@ -257,6 +258,8 @@ impl State {
         head::score(logits.f32s(), labels, &tile, stats.f32s_mut());
         if keep {
             self.logits.insert((o.stats, id), logits);
+        } else {
+            self.logits.remove(&(o.stats, id));
         }
         self.tensors.insert(o.stats, stats);
         Ok(())
@@ -480,6 +483,7 @@ impl State {
     }
 
     fn check_labels(&self, labels: &[u32]) -> Result<(), DeviceError> {
+        check_bytes("labels of a microbatch", labels.len(), labels.len().max(1))?;
         check_tokens(labels.iter().copied().filter(|l| *l != NO_TARGET), self.config.vocab_size)
     }
 }

@@ -3,7 +3,7 @@
 //! Invariants:
 //! - an element of C is one chain of fused multiply-adds per [`DEPTH`] steps of k, from zero, in
 //!   order, and the chains' sums added in order: the same for every instruction set and block
-//!   shape, so that bits depend on neither;
+//!   shape, so that bits depend on neither (payloads of NaNs excepted);
 //! - a wider build is entered only after its instruction set was detected.
 //!
 //! Scheme: Goto and van de Geijn 2008, with the vectors along C's rows.
@@ -22,9 +22,13 @@ const PACKED_ROWS: usize = 192;
 /// Elements of the largest micro tile of all instruction sets.
 const LARGEST_TILE: usize = 12 * 32;
 
-/// An instruction set and its micro tile.
+/// An instruction set of this processor, and its micro tile: only [`Isa::available`] makes one, so
+/// that having one proves that its instructions are there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Isa {
+pub(super) struct Isa(Set);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Set {
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -67,28 +71,32 @@ impl Piece<'_> {
 }
 
 impl Isa {
-    /// The widest of this processor; detection is cached by the standard library.
+    /// The widest of this processor.
     pub(super) fn detect() -> Isa {
+        Isa::available().next().unwrap_or(Isa(Set::Portable))
+    }
+
+    /// All sets of this processor, the widest first; detection is cached by the standard library.
+    pub(super) fn available() -> impl Iterator<Item = Isa> {
         #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                return Isa::Avx512;
-            }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return Isa::Avx2;
-            }
-        }
-        Isa::Portable
+        let wide = [
+            is_x86_feature_detected!("avx512f").then_some(Set::Avx512),
+            (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"))
+                .then_some(Set::Avx2),
+        ];
+        #[cfg(not(target_arch = "x86_64"))]
+        let wide: [Option<Set>; 0] = [];
+        wide.into_iter().flatten().chain([Set::Portable]).map(Isa)
     }
 
     /// Columns of a packed panel of B.
     pub(super) fn panel(self) -> usize {
-        match self {
+        match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => 2 * std::arch::x86_64::__m512::WIDTH,
+            Set::Avx512 => 2 * std::arch::x86_64::__m512::WIDTH,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => 3 * std::arch::x86_64::__m256::WIDTH,
-            Isa::Portable => 2 * Plain::WIDTH,
+            Set::Avx2 => 3 * std::arch::x86_64::__m256::WIDTH,
+            Set::Portable => 2 * Plain::WIDTH,
         }
     }
 
@@ -108,14 +116,14 @@ impl Isa {
         let packed = Packed { values: packed, width: packed.len() / k.max(1), first };
         PACKED_A.with_borrow_mut(|packed_a| {
             let block = Block { c, accum, a, packed, packed_a, alpha };
-            match self {
-                // SAFETY: only `detect` makes this value, after it found the instruction set.
+            match self.0 {
+                // SAFETY: the value was made after its instruction set was detected.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => unsafe { block_avx512(block) },
+                Set::Avx512 => unsafe { block_avx512(block) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => unsafe { block_avx2(block) },
-                Isa::Portable => block.run::<Plain, 2, 4>(),
+                Set::Avx2 => unsafe { block_avx2(block) },
+                Set::Portable => block.run::<Plain, 2, 4>(),
             }
         });
     }
@@ -182,7 +190,9 @@ fn prefetch<const LEVEL: i32>(address: *const f32) {
 trait Lane: Copy {
     const WIDTH: usize;
 
-    fn zero() -> Self;
+    /// # Safety
+    /// As for all of these: the lane's instruction set was detected.
+    unsafe fn zero() -> Self;
     /// # Safety
     /// `WIDTH` elements from `from` on can be read.
     unsafe fn load(from: *const f32) -> Self;
@@ -192,7 +202,9 @@ trait Lane: Copy {
     /// # Safety
     /// `WIDTH` elements from `to` on can be written.
     unsafe fn store(self, to: *mut f32);
-    fn fma(self, by: Self, plus: Self) -> Self;
+    /// # Safety
+    /// As for [`Lane::zero`].
+    unsafe fn fma(self, by: Self, plus: Self) -> Self;
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -205,8 +217,8 @@ mod x86 {
         const WIDTH: usize = 16;
 
         #[inline(always)]
-        fn zero() -> Self {
-            // SAFETY: lanes are used only inside `block_avx512`, whose caller detected AVX-512.
+        unsafe fn zero() -> Self {
+            // SAFETY: the caller vouches for the instruction set.
             unsafe { _mm512_setzero_ps() }
         }
 
@@ -229,7 +241,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn fma(self, by: Self, plus: Self) -> Self {
+        unsafe fn fma(self, by: Self, plus: Self) -> Self {
             // SAFETY: as in `zero`.
             unsafe { _mm512_fmadd_ps(self, by, plus) }
         }
@@ -239,8 +251,8 @@ mod x86 {
         const WIDTH: usize = 8;
 
         #[inline(always)]
-        fn zero() -> Self {
-            // SAFETY: lanes are used only inside `block_avx2`, whose caller detected AVX2.
+        unsafe fn zero() -> Self {
+            // SAFETY: the caller vouches for the instruction set.
             unsafe { _mm256_setzero_ps() }
         }
 
@@ -263,8 +275,8 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn fma(self, by: Self, plus: Self) -> Self {
-            // SAFETY: as in `zero`, and FMA was detected with it.
+        unsafe fn fma(self, by: Self, plus: Self) -> Self {
+            // SAFETY: as in `zero`.
             unsafe { _mm256_fmadd_ps(self, by, plus) }
         }
     }
@@ -278,7 +290,7 @@ impl Lane for Plain {
     const WIDTH: usize = 8;
 
     #[inline(always)]
-    fn zero() -> Self {
+    unsafe fn zero() -> Self {
         Plain([0.0; 8])
     }
 
@@ -301,7 +313,7 @@ impl Lane for Plain {
     }
 
     #[inline(always)]
-    fn fma(self, by: Self, plus: Self) -> Self {
+    unsafe fn fma(self, by: Self, plus: Self) -> Self {
         Plain(std::array::from_fn(|i| self.0[i].mul_add(by.0[i], plus.0[i])))
     }
 }
@@ -335,7 +347,7 @@ struct Block<'a> {
 }
 
 thread_local! {
-    /// `[PACKED_ROWS, DEPTH]` of A: outside the budget, 96 KiB a thread.
+    /// `[PACKED_ROWS, DEPTH]` of A: outside the budget, 192 KiB a thread.
     static PACKED_A: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -476,7 +488,9 @@ impl Tile<'_> {
     /// `rows` rows of `cols` elements at `c`, `stride` apart, are there, and nobody else uses them.
     #[inline(always)]
     unsafe fn run<V: Lane, const N: usize, const R: usize>(&self) {
-        let mut sums = [[V::zero(); N]; R];
+        const { assert!(R * N * V::WIDTH <= LARGEST_TILE) };
+        // SAFETY: lanes run only in builds for their own set, which `Isa` vouches for.
+        let mut sums = [[unsafe { V::zero() }; N]; R];
         let mut next = self.next;
         for r in 0..self.rows {
             for n in 0..N {
@@ -536,23 +550,5 @@ impl Tile<'_> {
                 }
             }
         }
-    }
-}
-
-#[cfg(test)]
-pub(super) mod tests {
-    use super::Isa;
-
-    /// The instruction sets of this processor, the portable one among them.
-    pub(crate) fn all_sets() -> Vec<Isa> {
-        #[cfg(target_arch = "x86_64")]
-        let wide: &[Isa] = match Isa::detect() {
-            Isa::Avx512 => &[Isa::Avx512, Isa::Avx2],
-            Isa::Avx2 => &[Isa::Avx2],
-            Isa::Portable => &[],
-        };
-        #[cfg(not(target_arch = "x86_64"))]
-        let wide: &[Isa] = &[];
-        wide.iter().copied().chain([Isa::Portable]).collect()
     }
 }

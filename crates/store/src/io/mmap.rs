@@ -3,7 +3,8 @@
 //! Invariants:
 //! - a range that is mapped is never written: such a write is refused;
 //! - with drop-behind, pages leave the page cache after their map is dropped or their write-back
-//!   is done, so that resident memory stays bounded;
+//!   is done, so that resident memory stays bounded; with [`AfterUse::Keep`] they wait, unmapped,
+//!   for their next reader;
 //! - reads never queue behind writes and syncs: they have threads of their own.
 
 use std::collections::HashMap;
