@@ -10,7 +10,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
 use crate::bits::number_after;
-use crate::lab::{FAMILIES, Lab, Ran, Tiny, command, contents, ftactor, start, state, train};
+use crate::lab::{
+    FAMILIES, Lab, Ran, Tiny, command, contents, ftactor, inspect, start, state, train,
+};
 
 const RUN: [&str; 6] = ["--steps", "2", "--seq-len", "32", "--batch-rows", "4"];
 const QUERY: &str = "model.layers.0.self_attn.q_proj.weight";
@@ -328,8 +330,8 @@ fn a_store_in_use_is_waited_for_and_then_refused() {
     first.kill().unwrap();
     first.wait().unwrap();
     // The lock died with its process.
-    let reached = state(&store).0;
-    train(&store, &["--steps", &(reached + 2).to_string()]).expect(0);
+    let again = [&["--new-run", "--data", &text], &RUN[..]].concat();
+    train(&store, &again).expect(0);
 }
 
 #[test]
@@ -382,7 +384,7 @@ fn a_full_disk_is_refused_with_the_missing_bytes() {
     let config = lab.write("config.json", Tiny { layers: 8, hidden: 32, ..FAMILIES[0] }.config());
     let store = format!("{}/store", disk.0);
     let refused = ftactor(&["init", "--config", &config, "--store", &store]).expect(4);
-    refused.says(&[&store, "bytes"]);
+    refused.says(&[&store, "MB needed", "missing"]);
     assert!(!Path::new(&store).exists(), "a store that does not fit is left behind");
 }
 
@@ -433,4 +435,107 @@ fn a_read_only_disk_can_be_read_and_is_not_trained() {
     let out = lab.path("out");
     let export = command(&["export", "--store", &store, "--out", &out]).status().unwrap();
     assert!(export.success());
+}
+
+/// A store that was trained, and its text.
+fn trained(lab: &Lab) -> (String, String) {
+    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    train(&store, &[&["--data", &text], &RUN[..]].concat()).expect(0);
+    (store, text)
+}
+
+#[test]
+fn damaged_token_rows_are_neither_trained_on_nor_verified() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let name = inspect(&store)["run"]["rows-file"].as_str().unwrap().to_owned();
+    let file = format!("{store}/{name}");
+    let mut bytes = fs::read(&file).unwrap();
+    // The lowest bit of the first token's id: still a token of the vocabulary.
+    bytes[4096] ^= 1;
+    let damaged = bytes.clone();
+    fs::write(&file, bytes).unwrap();
+    let before = state(&store);
+    train(&store, &["--steps", "3"]).expect(3).says(&[&name, "--new-run"]);
+    ftactor(&["verify", "--store", &store]).expect(3).says(&[&name]);
+    assert_eq!(state(&store), before);
+    // Whoever names the data gets rows that are made again.
+    ftactor(&["eval", "--store", &store, "--data", &text, "--seq-len", "32"]).expect(0);
+    assert_ne!(fs::read(&file).unwrap(), damaged);
+    train(&store, &["--steps", "3"]).expect(0);
+}
+
+#[test]
+fn damaged_weights_are_not_exported_evaluated_or_blamed_on_the_run() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let slot = inspect(&store)["layers"][1]["slot"].as_str().unwrap().to_owned();
+    let file = format!("{store}/layers/0/{slot}/weight.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    fs::write(&file, bytes).unwrap();
+    let out = lab.path("out");
+    let named = ["weight.safetensors", "import the model again"];
+    ftactor(&["export", "--store", &store, "--out", &out]).expect(3).says(&named);
+    assert!(!Path::new(&out).join("model.safetensors").exists());
+    ftactor(&["eval", "--store", &store, "--data", &text, "--seq-len", "32"])
+        .expect(3)
+        .says(&named);
+    ftactor(&["generate", "--store", &store, "--prompt", "A", "--max-tokens", "2"])
+        .expect(3)
+        .says(&named);
+    // The loss is not a number, but that is not what has to be told.
+    train(&store, &["--steps", "3"]).expect(3).says(&named);
+}
+
+#[test]
+fn what_cannot_work_is_refused_before_anything_is_lost() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let before = state(&store);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let log = format!("{store}/run.json");
+    let record = fs::read(&log).unwrap();
+    let new_run = [&["--new-run", "--data", &text], &RUN[..]].concat();
+    let refused = |more: &[&str], words: &[&str]| {
+        let args = [&new_run[..], more].concat();
+        let mut args = crate::lab::solo(&store, &args);
+        if more.contains(&"--metrics") {
+            let off = args.iter().position(|a| a == "--metrics").unwrap();
+            args.drain(off..off + 2);
+        }
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        ftactor(&args).expect(2).says(words);
+        assert_eq!((state(&store), fs::read(&log).unwrap()), (before.clone(), record.clone()));
+    };
+    refused(&["--metrics", &address], &[&address]);
+    refused(&["--log", &log], &["--log", "outside the store"]);
+    refused(&["--log", "/nowhere/log"], &["--log /nowhere/log"]);
+    refused(&["--eval-data", "nowhere.txt", "--eval-every", "9"], &["nowhere.txt"]);
+    refused(&["--eval-data", &text, "--eval-every", "0"], &["--eval-every"]);
+    refused(&["--threads", "0"], &["--threads"]);
+    refused(&["--threads", "99999999"], &["--threads"]);
+    refused(&["--lr", "1e39"], &["--lr"]);
+    let eval = ["eval", "--store", &store, "--data", &text, "--max-rows", "0"];
+    ftactor(&eval).expect(2).says(&["--max-rows"]);
+}
+
+#[test]
+fn a_new_run_that_was_killed_while_it_began_is_begun_again() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let file = format!("{store}/run.json");
+    let mut record = inspect(&store)["run"].clone();
+    record["reset-first"] = true.into();
+    fs::write(&file, record.to_string()).unwrap();
+    train(&store, &[]).expect(0).says(&["start at zero"]);
+    let (killed, layers) = (state(&store), inspect(&store)["layers"].clone());
+    assert!(layers.as_array().unwrap().iter().all(|layer| layer["t"] == 2));
+    assert!(!fs::read_to_string(&file).unwrap().contains("reset-first"));
+    let lab = Lab::new();
+    let (other, _) = trained(&lab);
+    train(&other, &[&["--new-run", "--data", &text], &RUN[..]].concat()).expect(0);
+    assert_eq!(killed, state(&other), "a new run begun twice is one begun once");
 }

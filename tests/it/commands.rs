@@ -54,7 +54,10 @@ fn init_says_what_it_made_and_repeats_itself() {
         let store = lab.path(name);
         let args = ["init", "--config", &config, "--store", &store, "--seed", seed];
         let said = ftactor(&args).expect(0).stdout;
-        assert!(said.contains("5 layers") && said.contains("ftactor solo --store"), "{said}");
+        assert!(
+            said.contains("3 decoder layers") && said.contains("ftactor solo --store"),
+            "{said}"
+        );
         store
     });
     assert_eq!(state(&stores[0]), state(&stores[1]));
@@ -169,7 +172,7 @@ fn verify_finds_one_flipped_bit_in_any_plane() {
         fs::write(&file, bad).unwrap();
         let said = ftactor(&["verify", "--store", &store]).expect(3);
         let name = file.strip_prefix(&store).unwrap().to_str().unwrap();
-        said.says(&["damaged", name, "tensor model.layers.0.", "byte "]);
+        said.says(&["damaged", name, "model.layers.0.", "byte "]);
         let found = ftactor(&["verify", "--store", &store, "--json"]).expect(3).json();
         let damage = found["damage"].as_array().unwrap();
         assert_eq!(damage.len(), 1, "{found}");
@@ -316,7 +319,7 @@ fn a_finished_run_says_so_and_more_steps_go_on() {
     let said = train(&store, &[]).expect(0).stdout;
     assert!(said.contains("complete") && said.contains("--steps"), "{said}");
     assert_eq!(state(&store), before);
-    train(&store, &["--steps", "3"]).expect(2).says(&["--steps 3", "4 steps already"]);
+    train(&store, &["--steps", "3"]).expect(2).says(&["started for 4 steps", "--new-run"]);
     assert_eq!(state(&store), before);
     train(&store, &["--steps", "6"]).expect(0);
     assert_eq!(state(&store).0, 6);

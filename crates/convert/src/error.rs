@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use model::ConfigError;
-use store::StoreError;
+use store::{StoreError, show_bytes};
 
 /// Why a conversion failed. Every text says which file, what about it, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -12,18 +12,20 @@ pub enum ConvertError {
     /// The source (or an option) cannot be used as it is.
     #[error("{}: {what}; {remedy}", path.display())]
     Invalid { path: PathBuf, what: String, remedy: &'static str },
-    /// The architecture cannot be used.
-    #[error("{}: {source}", path.display())]
-    Config { path: PathBuf, source: ConfigError },
+    /// The architecture cannot be used. Whoever reads one config calls it by its path, which need
+    /// not end in the name that `what` starts with.
+    #[error("{}: {}", path.display(), without_name(what))]
+    Config { path: PathBuf, what: ConfigError },
     /// The operating system refused to read or write.
     #[error("cannot {action} {}: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
     /// The destination's disk is too small.
     #[error(
-        "{}: {needed_bytes} bytes are needed but only {available_bytes} are free; free at least \
-         {} more or choose another disk",
+        "{}: {} needed but only {} free; free at least {} more or choose another disk",
         path.display(),
-        needed_bytes.saturating_sub(*available_bytes)
+        show_bytes(*needed_bytes),
+        show_bytes(*available_bytes),
+        show_bytes(needed_bytes.saturating_sub(*available_bytes))
     )]
     NoSpace { path: PathBuf, needed_bytes: u64, available_bytes: u64 },
     /// The store refused.
@@ -53,8 +55,10 @@ impl ConvertError {
             ConvertError::Invalid { .. } | ConvertError::Config { .. } => ErrorKind::Invalid,
             ConvertError::NoSpace { .. } => ErrorKind::Space,
             ConvertError::Io { source, .. } => match source.kind() {
-                io::ErrorKind::StorageFull => ErrorKind::Space,
-                io::ErrorKind::NotFound => ErrorKind::Invalid,
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::Space,
+                io::ErrorKind::NotFound
+                | io::ErrorKind::NotADirectory
+                | io::ErrorKind::IsADirectory => ErrorKind::Invalid,
                 _ => ErrorKind::Io,
             },
             ConvertError::Store(error) => store_kind(error),
@@ -76,6 +80,11 @@ impl ConvertError {
     ) -> impl FnOnce(io::Error) -> ConvertError {
         move |source| ConvertError::Io { action, path: path.as_ref().to_path_buf(), source }
     }
+}
+
+fn without_name(what: &ConfigError) -> String {
+    let text = what.to_string();
+    text.strip_prefix("config.json ").map_or(text.clone(), str::to_owned)
 }
 
 /// Remedy for a file whose bytes cannot be right.

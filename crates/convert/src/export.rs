@@ -34,7 +34,8 @@ pub struct Exported {
 /// Writes `store`'s weights and model files to the directory `out`, which must be empty or absent.
 ///
 /// Weights go to `model.safetensors`, or to shards of at most 5 GB with an index. `progress` gets
-/// the bytes done and in all, counted in `dtype`. On failure what was written is removed.
+/// the bytes done and in all, counted in `dtype`. On failure what was written is removed; damaged
+/// weights are refused before anything is written.
 pub fn export_hf(
     store: &ReadingStore,
     out: &Path,
@@ -54,6 +55,8 @@ fn export_sharded(
     let table = store.table();
     let shards = shards(table, dtype, shard_limit_bytes);
     let texts = model_files(store, dtype, table, &shards)?;
+    check_destination(out)?;
+    store.check_weights()?;
     let mut staging = Staging::new(out)?;
     let weight_bytes = shards.iter().map(Shard::weight_bytes).sum();
     let text_bytes: u64 = texts.iter().map(|(_, bytes)| bytes.len() as u64).sum();
@@ -143,6 +146,19 @@ fn write_shard(
     file.sync_all().map_err(ConvertError::io("sync", path))
 }
 
+/// Refuses what is not an empty or absent directory; whether it is there.
+fn check_destination(dir: &Path) -> Result<bool, ConvertError> {
+    const NEW: &str = "name a new directory, nothing is ever overwritten";
+    let refuse = |what| Err(ConvertError::invalid(dir, what, NEW));
+    match fs::read_dir(dir).map(|mut entries| entries.next().is_none()) {
+        Ok(true) => Ok(true),
+        Ok(false) => refuse("is not empty"),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => refuse("is or lies in a file"),
+        Err(error) => Err(ConvertError::io("list", dir)(error)),
+    }
+}
+
 /// A directory whose files get their names only when all are written.
 struct Staging {
     dir: PathBuf,
@@ -154,17 +170,9 @@ struct Staging {
 
 impl Staging {
     fn new(dir: &Path) -> Result<Staging, ConvertError> {
-        let created = !dir.exists();
+        let created = !check_destination(dir)?;
         if created {
             fs::create_dir_all(dir).map_err(ConvertError::io("create", dir))?;
-        }
-        let mut entries = fs::read_dir(dir).map_err(ConvertError::io("list", dir))?;
-        if entries.next().is_some() {
-            return Err(ConvertError::invalid(
-                dir,
-                "is not empty",
-                "name a new directory, nothing is ever overwritten",
-            ));
         }
         Ok(Staging { dir: dir.into(), created, names: Vec::new(), published: false })
     }

@@ -22,7 +22,7 @@ use model::{LayerSpec, LayerTable, ModelConfig, Role, TensorSpec};
 use store::Io;
 
 use crate::error::FETCH_AGAIN;
-use crate::source::Source;
+use crate::source::{SOURCES, Source, look_up};
 use crate::weights::{Checkpoint, IMPORTED_LEARNING_RATE, WeightSource, layer_table, write_store};
 use crate::{ConvertError, Progress, Report};
 use parse::{Header, TensorInfo};
@@ -44,13 +44,16 @@ pub fn import_gguf(
     dest: &Path,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
+    if !look_up(file)?.is_file() {
+        return Err(ConvertError::invalid(file, "is not a regular file", SOURCES));
+    }
     let mut source = Source::open(file)?;
     let header = read_header(file, source.len_bytes())?;
     let factors = rope_factors(&header, &mut source)?;
     let unsupported = |what| ConvertError::invalid(file, what, "import the original model instead");
     let config_json = config::build(&header, factors.as_deref()).map_err(unsupported)?;
     let config = ModelConfig::from_json(&config_json)
-        .map_err(|source| ConvertError::Config { path: file.to_path_buf(), source })?;
+        .map_err(|what| ConvertError::Config { path: file.to_path_buf(), what })?;
     let table = layer_table(&config, header.tensors.len(), file)?;
     let tokenizer = tokenizer::build(&header.metadata).map_err(unsupported)?;
     let permuted = config::architecture(&header.metadata).is_ok_and(|a| a == "llama");

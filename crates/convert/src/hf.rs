@@ -15,7 +15,7 @@ use std::sync::Arc;
 use model::{LayerTable, ModelConfig, TensorSpec};
 use store::Io;
 
-use crate::source::{read_small, read_text};
+use crate::source::{SOURCES, look_up, read_small, read_text};
 use crate::weights::{
     Checkpoint, IMPORTED_LEARNING_RATE, PIECE_ELEMENTS, WeightSource, layer_table, write_store,
 };
@@ -49,6 +49,9 @@ pub fn import_hf(
     dest: &Path,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
+    if !look_up(src)?.is_dir() {
+        return Err(ConvertError::invalid(src, "is neither a directory nor a .gguf file", SOURCES));
+    }
     let config_path = src.join("config.json");
     let config_json = read_text(&config_path)?.ok_or_else(|| {
         ConvertError::invalid(
@@ -58,7 +61,7 @@ pub fn import_hf(
         )
     })?;
     let config = ModelConfig::from_json(&config_json)
-        .map_err(|source| ConvertError::Config { path: config_path.clone(), source })?;
+        .map_err(|what| ConvertError::Config { path: config_path.clone(), what })?;
     let files = model_files(src)?;
     let shards = Shards::open(src)?;
     let table = layer_table(&config, shards.tensors().len(), &config_path)?;

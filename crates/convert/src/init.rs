@@ -53,7 +53,7 @@ pub fn init(
     dest: &Path,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
-    let config_path = PathBuf::from("config.json");
+    let config_path = PathBuf::from(config::NAME);
     let bytes = matches!(what.tokenizer, InitTokenizer::Bytes(_));
     let completed = config::complete(what.config_json, bytes)?;
     let config = completed.config;
@@ -103,7 +103,7 @@ struct RandomWeights {
 
 impl WeightSource for RandomWeights {
     fn path(&self, _spec: &TensorSpec) -> &Path {
-        Path::new("config.json")
+        Path::new(config::NAME)
     }
 
     fn read(

@@ -1,6 +1,6 @@
 //! Reading foreign files: bounded, positioned, with the path in every error.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -8,6 +8,20 @@ use crate::ConvertError;
 
 /// Most bytes of a text file (config, tokenizer, index) that are read.
 pub(crate) const TEXT_LIMIT_BYTES: u64 = 64 << 20;
+
+/// Remedy for a source that is nothing of the kind.
+pub(crate) const SOURCES: &str = "name a Hugging Face directory or a .gguf file";
+
+/// What the source of an import is.
+pub(crate) fn look_up(source: &Path) -> Result<fs::Metadata, ConvertError> {
+    fs::metadata(source).map_err(|error| match error.kind() {
+        // The second is a path that leads through a file.
+        ErrorKind::NotFound | ErrorKind::NotADirectory => {
+            ConvertError::invalid(source, "does not exist", SOURCES)
+        }
+        _ => ConvertError::io("open", source)(error),
+    })
+}
 
 /// A file that is read at offsets which are checked against its length.
 #[derive(Debug)]

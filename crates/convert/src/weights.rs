@@ -58,8 +58,7 @@ pub(crate) fn layer_table(
     tensors: usize,
     config_path: &Path,
 ) -> Result<LayerTable, ConvertError> {
-    let refuse =
-        |what: String| Err(ConvertError::invalid(config_path, what, "correct config.json"));
+    let refuse = |what: String| Err(ConvertError::invalid(config_path, what, "correct the config"));
     if config.layers > LAYER_LIMIT.min(tensors) {
         return refuse(format!(
             "asks for {} layers, but there are only {tensors} tensors",
@@ -92,7 +91,7 @@ pub(crate) fn write_store(
     let table = &checkpoint.table;
     let config_json =
         with_dtype(&checkpoint.config_json, Dtype::F32.config_name()).map_err(|e| {
-            ConvertError::invalid(&checkpoint.config_path, e.to_string(), "correct config.json")
+            ConvertError::invalid(&checkpoint.config_path, e.to_string(), "correct the config")
         })?;
     let defaults = Map::from_iter([("lr".to_string(), json!(checkpoint.learning_rate))]);
     let files = checkpoint.files.clone();

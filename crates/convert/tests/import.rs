@@ -194,3 +194,21 @@ fn progress_ends_at_the_total() {
     assert_eq!((seen.first(), seen.last()), (Some(&(0, total)), Some(&(total, total))));
     assert!(seen.is_sorted());
 }
+
+#[test]
+fn a_source_that_is_a_file_or_nothing_is_refused() {
+    let dir = tempdir().unwrap();
+    let file = dir.path().join("model.bin");
+    fs::write(&file, "x").unwrap();
+    for source in [file.clone(), file.join("below"), dir.path().join("none")] {
+        let error = refused(&source);
+        assert!(error.contains("a Hugging Face directory or a .gguf file"), "{error}");
+    }
+    for source in [file.join("below.gguf"), dir.path().join("none.gguf"), dir.path().into()] {
+        let io = store::memory_engine();
+        let made = convert::import_gguf(&source, io.clone(), dest(), &mut |_, _| {});
+        let error = made.unwrap_err();
+        assert_clean(&*io, &error);
+        assert!(error.to_string().contains("a Hugging Face directory or a .gguf file"), "{error}");
+    }
+}

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use convert::{Dtype, ErrorKind, Init, InitTokenizer, export_hf, init};
 use half::{bf16, f16};
 use safetensors::SafeTensors;
-use store::{ReadingStore, memory_engine};
+use store::{Image, Memory, ReadingStore, memory_engine};
 use support::*;
 use tempfile::tempdir;
 
@@ -170,4 +170,50 @@ fn a_directory_with_contents_is_refused_and_kept() {
     let error = export_hf(&store, dir.path(), Dtype::F32, &mut |_, _| {}).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn damaged_weights_are_refused_before_anything_is_written() {
+    let memory = Arc::new(Memory::from_image(Image::default()));
+    init(&what(&config(""), 4), memory.clone(), dest(), &mut |_, _| {}).unwrap();
+    let mut image = memory.image();
+    let path = dest().join("layers/1/a/weight.safetensors");
+    *image.files.get_mut(&path).unwrap().last_mut().unwrap() ^= 1;
+    let dir = tempdir().unwrap();
+    let out = dir.path().join("out");
+    let store = open(Arc::new(Memory::from_image(image)));
+    let error = export_hf(&store, &out, Dtype::F32, &mut |_, _| {}).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+    assert!(error.to_string().contains("layers/1/a/weight.safetensors"), "{error}");
+    assert!(!out.exists());
+}
+
+#[test]
+fn an_export_into_a_file_is_refused() {
+    let store = initialised(&config(""), 0);
+    let dir = tempdir().unwrap();
+    let file = dir.path().join("mine");
+    fs::write(&file, "mine").unwrap();
+    for out in [file.clone(), file.join("out")] {
+        let error = export_hf(&store, &out, Dtype::F32, &mut |_, _| {}).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains("name a new directory"), "{error}");
+    }
+    assert_eq!(fs::read(&file).unwrap(), b"mine");
+}
+
+#[test]
+fn errors_of_a_config_do_not_invent_its_name() {
+    let io = memory_engine();
+    let small = config("").replace("300", "258");
+    for (config, expected) in [
+        ("{}", "the config: lacks `model_type`"),
+        (&small, "the config: has `vocab_size` = 258, but"),
+    ] {
+        let error = init(&what(config, 0), Arc::clone(&io), dest(), &mut |_, _| {}).unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with(expected) && !text.contains("config.json"), "{text}");
+        // Whoever prints the causes as well must not repeat it under another name.
+        assert!(std::error::Error::source(&error).is_none());
+    }
 }

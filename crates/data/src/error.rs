@@ -58,8 +58,19 @@ pub enum DataError {
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("{}: not a .txt, .jsonl or .npy file", path.display())]
     UnknownFormat { path: PathBuf },
-    #[error("{}: no .txt or .jsonl file in this directory", path.display())]
+    #[error("{} is not a regular file", path.display())]
+    NotRegular { path: PathBuf },
+    #[error(
+        "{}: no .txt or .jsonl file in this directory; .npy files are given by name",
+        path.display()
+    )]
     EmptyDirectory { path: PathBuf },
+    #[error(
+        "{}: text and .npy files ({}) in one directory; .npy files are given by name: name each file",
+        path.display(),
+        npy.display()
+    )]
+    MixedDirectory { path: PathBuf, npy: PathBuf },
     #[error("no data files given")]
     NoSources,
     #[error("{}: not valid UTF-8 at byte {offset}", path.display())]
@@ -82,8 +93,9 @@ pub enum DataError {
     Encode { path: PathBuf, place: Place, source: TokenizerError },
     #[error("a sequence length of {seq_len} leaves nothing to predict; the smallest is 2")]
     SeqLen { seq_len: u32 },
-    #[error("the data has {tokens} tokens; one row needs {seq_len}")]
-    TooShort { tokens: u64, seq_len: u32 },
+    /// `path` is the first of `files`, of which `empty` have no bytes.
+    #[error("{}{}", path.display(), too_short(*files, *empty, *tokens, *seq_len))]
+    TooShort { path: PathBuf, files: usize, empty: usize, tokens: u64, seq_len: u32 },
     #[error("{}: the file changed while it was read", path.display())]
     Changed { path: PathBuf },
 }
@@ -102,4 +114,24 @@ impl DataError {
         let path = path.to_path_buf();
         move |source| DataError::Io { action, path, source }
     }
+}
+
+/// What follows the first file's name: of how many, what is in them, what to do.
+fn too_short(files: usize, empty: usize, tokens: u64, seq_len: u32) -> String {
+    let which = match (files, empty) {
+        (1, 0) => String::new(),
+        (1, _) => ", an empty file".to_owned(),
+        (_, 0) => format!(", the first of {files} files"),
+        _ => format!(", the first of {files} files ({empty} of them empty)"),
+    };
+    let plural = if tokens == 1 { "" } else { "s" };
+    // A row of one token has nothing to predict.
+    let shorter = match tokens {
+        0 | 1 => String::new(),
+        _ => format!(" or a smaller --seq-len (at most {tokens})"),
+    };
+    format!(
+        "{which}: {tokens} token{plural}, end-of-sequence tokens included; one row needs \
+         {seq_len}: give more data{shorter}"
+    )
 }

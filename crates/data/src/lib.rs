@@ -5,7 +5,7 @@
 //! - nothing here knows models, devices, actors or the store's other files;
 //! - token ids equal those of the Hugging Face library on the whole text, whatever the piece size;
 //! - memory is bounded besides one document (and besides one piece, where a document can be cut);
-//! - a row file appears under its name complete and synced, or not at all;
+//! - a row file appears under its name complete and synced, or not at all, whoever else writes it;
 //! - nothing read from a file is trusted: lengths are checked against the file, ids against the
 //!   vocabulary.
 //!
@@ -41,6 +41,7 @@ pub use rows::{Row, Rows, RowsError};
 pub use sampler::{Cursor, CursorError, Sampler};
 pub use sources::{hash_file, list_sources};
 pub use tokenizer::{Tokenizer, TokenizerError};
+pub use writer::remove_temporaries;
 
 #[cfg(test)]
 mod tests;

@@ -66,7 +66,9 @@ pub struct Progress {
     pub tokens: u64,
 }
 
-/// Writes the rows of `plan` to `out_file`, which appears complete and synced or not at all.
+/// Writes the rows of `plan` to `out_file`, which appears complete and synced or not at all. Others
+/// may write the same file meanwhile; what a killed process leaves, [`crate::remove_temporaries`]
+/// removes.
 ///
 /// Memory: one document and its ids, or one piece where the tokenizer's texts can be cut.
 /// `progress` is called after about every MiB that was read, and after every file.
@@ -91,7 +93,7 @@ pub fn prepare(
     let sources = work.read_all(&inputs)?;
     let (rows, dropped) = (work.writer.rows(), work.writer.dropped_tokens());
     if rows == 0 {
-        return Err(DataError::TooShort { tokens: dropped, seq_len: plan.seq_len });
+        return Err(plan.too_short(&sources, dropped));
     }
     let tokens = work.tokens;
     let header = work.writer.finish(&plan.totals(&sources))?;
@@ -125,6 +127,16 @@ impl Plan<'_> {
             Ok(eos)
         } else {
             Err(DataError::EosBeyondVocabulary { eos, vocab_size })
+        }
+    }
+
+    fn too_short(&self, sources: &[SourceFile], tokens: u64) -> DataError {
+        DataError::TooShort {
+            path: sources.first().map(|source| source.path.clone()).unwrap_or_default(),
+            files: sources.len(),
+            empty: sources.iter().filter(|source| source.bytes == 0).count(),
+            tokens,
+            seq_len: self.seq_len,
         }
     }
 

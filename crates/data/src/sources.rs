@@ -1,6 +1,6 @@
 //! The files behind the paths that a user gives, and reading them while hashing.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -33,19 +33,27 @@ impl Format {
 
 /// The files that `paths` mean: a file is itself; a directory is every `.txt` and `.jsonl` in it
 /// and below it, sorted by name (directories that are symbolic links are not entered).
+///
+/// `.npy` files are given by name; a directory that has some is refused, so that none is left out
+/// unnoticed. So is what is not a regular file, also behind a symbolic link: a pipe or a device may
+/// never end.
 pub fn list_sources(paths: &[PathBuf]) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for path in paths {
         let metadata = fs::metadata(path).map_err(DataError::io("open data", path))?;
         if !metadata.is_dir() {
+            check_regular(path, &metadata)?;
             Format::of(path).ok_or_else(|| DataError::UnknownFormat { path: path.clone() })?;
             files.push(path.clone());
             continue;
         }
-        let before = files.len();
-        list_directory(path, &mut files)?;
+        let (before, mut npy) = (files.len(), None);
+        list_directory(path, &mut files, &mut npy)?;
         if files.len() == before {
             return Err(DataError::EmptyDirectory { path: path.clone() });
+        }
+        if let Some(npy) = npy {
+            return Err(DataError::MixedDirectory { path: path.clone(), npy });
         }
     }
     if files.is_empty() { Err(DataError::NoSources) } else { Ok(files) }
@@ -71,11 +79,11 @@ struct Hashing {
 
 impl SourceReader {
     pub(crate) fn open(path: &Path) -> Result<SourceReader, DataError> {
+        // Before opening, which waits for a pipe's other end; and after, for what was opened.
+        check_regular(path, &fs::metadata(path).map_err(DataError::io("open data", path))?)?;
         let file = File::open(path).map_err(DataError::io("open data", path))?;
         let metadata = file.metadata().map_err(DataError::io("open data", path))?;
-        if metadata.is_dir() {
-            return Err(DataError::UnknownFormat { path: path.to_path_buf() });
-        }
+        check_regular(path, &metadata)?;
         let hashing = Hashing { file, hash: Xxh3Default::new(), read_bytes: 0 };
         Ok(SourceReader {
             path: path.to_path_buf(),
@@ -138,7 +146,20 @@ impl Read for Hashing {
     }
 }
 
-fn list_directory(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
+/// `metadata` is of what `path` leads to.
+fn check_regular(path: &Path, metadata: &Metadata) -> Result<(), DataError> {
+    if metadata.is_file() {
+        return Ok(());
+    }
+    Err(DataError::NotRegular { path: path.to_path_buf() })
+}
+
+/// Appends to `files`; `npy` becomes the first `.npy` file.
+fn list_directory(
+    directory: &Path,
+    files: &mut Vec<PathBuf>,
+    npy: &mut Option<PathBuf>,
+) -> Result<(), DataError> {
     let listing = fs::read_dir(directory).and_then(Iterator::collect::<io::Result<Vec<_>>>);
     let mut entries = listing.map_err(DataError::io("list data directory", directory))?;
     entries.sort_by_key(fs::DirEntry::file_name);
@@ -146,10 +167,20 @@ fn list_directory(directory: &Path, files: &mut Vec<PathBuf>) -> Result<(), Data
         let path = entry.path();
         let kind = entry.file_type().map_err(DataError::io("list data directory", &path))?;
         if kind.is_dir() {
-            list_directory(&path, files)?;
-        } else if matches!(Format::of(&path), Some(Format::Text | Format::Jsonl)) && path.is_file()
-        {
-            files.push(path);
+            list_directory(&path, files, npy)?;
+            continue;
+        }
+        let Some(format) = Format::of(&path) else { continue };
+        let metadata = fs::metadata(&path).map_err(DataError::io("open data", &path))?;
+        if metadata.is_dir() {
+            continue;
+        }
+        check_regular(&path, &metadata)?;
+        match format {
+            Format::Text | Format::Jsonl => files.push(path),
+            Format::Npy => {
+                npy.get_or_insert(path);
+            }
         }
     }
     Ok(())

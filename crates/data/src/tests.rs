@@ -10,6 +10,7 @@ use crate::header::{HEADER_BYTES, RowsHeader};
 use crate::jsonl::parse_line;
 use crate::npy::{IdType, NpyHeader, Shape, header_span, parse_header};
 use crate::tokenizer::Tokenizer;
+use crate::writer::RowsWriter;
 use crate::{BYTES_EOS, byte_level, text};
 
 const PARSER_CASES: u32 = 20_000;
@@ -316,4 +317,20 @@ fn refused_lines_say_why() {
     assert_eq!(parse_line(b" \r\n"), Ok(None));
     let marked = format!("{}{{\"text\": \"a\"}}\n", text::BYTE_ORDER_MARK);
     assert_eq!(parse_line(marked.as_bytes()), Ok(Some("a".to_owned())));
+}
+
+/// What a killed process with our id left is stepped over: neither taken nor a failure.
+#[test]
+fn a_process_id_that_recurs_takes_no_file_of_another() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("rows.bin");
+    let name = |number| format!("rows.bin.{}-{number}.tmp", std::process::id());
+    // No other test of this binary writes rows: the numbers that come next are these.
+    let left: Vec<_> = (0..50).map(|number| directory.path().join(name(number))).collect();
+    left.iter().for_each(|path| std::fs::write(path, b"old").unwrap());
+    let writer = RowsWriter::create(&path, 4).unwrap();
+    assert!(directory.path().join(name(50)).exists());
+    drop(writer);
+    assert!(left.iter().all(|path| std::fs::read(path).unwrap() == b"old"));
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), left.len());
 }

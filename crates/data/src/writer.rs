@@ -1,11 +1,16 @@
 //! Packs tokens into rows and writes the row file under its name only when it is complete.
 //!
-//! Invariant: while the writer lives, only `<name>.tmp` exists; a writer that is dropped before
-//! [`RowsWriter::finish`] removes it.
+//! Invariants:
+//! - while the writer lives, only its own `<name>.<process>-<number>.tmp` exists; a writer that is
+//!   dropped before [`RowsWriter::finish`] removes it;
+//! - writers of one row file do not meet: whoever finishes last replaces what is there, which is
+//!   equal where their data is.
 
 use std::fs::{self, File};
-use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -13,6 +18,12 @@ use crate::bits::Bits;
 use crate::error::DataError;
 use crate::header::{HEADER_BYTES, RowsHeader};
 use crate::os;
+
+/// What every temporary name ends in.
+const TEMPORARY: &str = ".tmp";
+
+/// Numbers the temporary files of this process.
+static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 /// What is known about the data only when all of it was read.
 pub(crate) struct Totals {
@@ -42,18 +53,41 @@ struct OpenRow {
     seq_len: usize,
 }
 
-struct Temporary(PathBuf);
+/// A file of this writer only, removed when dropped unless it was renamed.
+struct Temporary {
+    path: PathBuf,
+    renamed: bool,
+}
+
+/// Removes what killed writers left in `directory`, and says how many files that were; a directory
+/// that is not there has none.
+///
+/// Only for who holds the store alone: the file of a living writer would go as well, and that
+/// writer fail.
+pub fn remove_temporaries(directory: &Path) -> Result<usize, DataError> {
+    let entries = match fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+        entries => entries.map_err(DataError::io("list token rows", directory))?,
+    };
+    let mut removed = 0;
+    for entry in entries {
+        let entry = entry.map_err(DataError::io("list token rows", directory))?;
+        let path = entry.path();
+        let kind = entry.file_type().map_err(DataError::io("list token rows", &path))?;
+        if kind.is_file() && entry.file_name().as_encoded_bytes().ends_with(TEMPORARY.as_bytes()) {
+            fs::remove_file(&path).map_err(DataError::io("remove unfinished token rows", &path))?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}
 
 impl RowsWriter {
     /// `path` is where the complete file will be; its directory is made if it is missing.
     pub(crate) fn create(path: &Path, seq_len: u32) -> Result<RowsWriter, DataError> {
         let directory = directory_of(path);
         fs::create_dir_all(directory).map_err(DataError::io("make directory", directory))?;
-        let mut name = path.as_os_str().to_owned();
-        name.push(".tmp");
-        let temporary = Temporary(PathBuf::from(name));
-        let create = DataError::io("write token rows", &temporary.0);
-        let file = File::create(&temporary.0).map_err(create)?;
+        let (temporary, file) = Temporary::create(path)?;
         let mut writer = RowsWriter {
             path: path.to_path_buf(),
             temporary,
@@ -118,8 +152,9 @@ impl RowsWriter {
             .and_then(|_| self.file.write_all(&header.encode()))
             .and_then(|()| self.file.flush())
             .and_then(|()| self.file.get_ref().sync_all())
-            .map_err(DataError::io("write token rows", &self.temporary.0))?;
-        fs::rename(&self.temporary.0, &self.path)
+            .map_err(DataError::io("write token rows", &self.temporary.path))?;
+        self.temporary
+            .rename(&self.path)
             .and_then(|()| os::sync_directory(directory_of(&self.path)))
             .map_err(DataError::io("rename token rows to", &self.path))?;
         Ok(header)
@@ -145,7 +180,7 @@ impl RowsWriter {
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
-        let failed = DataError::io("write token rows", &self.temporary.0);
+        let failed = DataError::io("write token rows", &self.temporary.path);
         self.file.write_all(bytes).map_err(failed)
     }
 }
@@ -172,10 +207,36 @@ impl OpenRow {
     }
 }
 
+impl Temporary {
+    /// A new file beside `path`. Process ids recur (in containers nearly always), so a name that
+    /// exists is somebody's: the next number is tried.
+    fn create(path: &Path) -> Result<(Temporary, File), DataError> {
+        loop {
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            let mut name = path.as_os_str().to_owned();
+            name.push(format!(".{}-{number}{TEMPORARY}", process::id()));
+            let path = PathBuf::from(name);
+            match File::create_new(&path) {
+                Ok(file) => return Ok((Temporary { path, renamed: false }, file)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(DataError::io("write token rows", &path)(error)),
+            }
+        }
+    }
+
+    fn rename(&mut self, path: &Path) -> io::Result<()> {
+        fs::rename(&self.path, path)?;
+        self.renamed = true;
+        Ok(())
+    }
+}
+
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // After the rename there is nothing to remove; before it, a leftover is only untidy.
-        let _ = fs::remove_file(&self.0);
+        // After the rename the name may be another's; before it, a leftover is only untidy.
+        if !self.renamed {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 

@@ -72,7 +72,7 @@ pub(crate) struct SoloArgs {
     /// Self-contained: make a small model and corpus, train on the CPU, show samples
     #[arg(long)]
     pub(crate) demo: bool,
-    /// Text (.txt, .jsonl), token files (.npy) or directories of them
+    /// Text (.txt, .jsonl), token files (.npy) or directories of texts
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub(crate) data: Vec<PathBuf>,
     #[command(flatten)]

@@ -11,7 +11,7 @@ use convert::{Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import
 use data::Tokenizer;
 use model::{Budget, ModelConfig};
 use serde_json::json;
-use store::ReadingStore;
+use store::{Damage, ReadingStore};
 
 use crate::cli::{
     DataArgs, EvalArgs, ExportArgs, ExportDtype, GenerateArgs, ImportArgs, InitArgs, StoreArgs,
@@ -20,6 +20,7 @@ use crate::exit::{self, Refused, refuse};
 use crate::machine;
 use crate::out::{errln, outln};
 use crate::progress::{ByteBar, human_bytes};
+use crate::run_record::RunRecord;
 use crate::text::{self, Sampling};
 
 const LOCK_WAIT: Duration = Duration::from_secs(10);
@@ -42,7 +43,8 @@ pub(crate) fn init(args: &InitArgs) -> anyhow::Result<ExitCode> {
     let report =
         convert::init(&what, machine::engine(u64::MAX), &args.store, &mut |done, total| {
             bar.at(done, total);
-        })?;
+        })
+        .with_context(|| args.config.display().to_string())?;
     drop(bar);
     say_made(&args.store, &report);
     Ok(ExitCode::SUCCESS)
@@ -89,9 +91,9 @@ pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
 
 fn say_made(store: &Path, report: &Report) {
     outln!(
-        "made {}: {} layers, {} parameters, {} on disk",
+        "made {}: {} decoder layers between embedding and head, {} parameters, {} on disk",
         store.display(),
-        report.layers,
+        report.layers.saturating_sub(2),
         report.parameters,
         human_bytes(report.parameters * 24),
     );
@@ -175,8 +177,9 @@ fn finite(value: f64) -> Option<f64> {
 pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
     let store = open(&args.store)?;
     let bar = ByteBar::new("verify");
-    let damage = store.verify(|done, total| bar.at(done, total))?;
+    let mut damage = store.verify(|done, total| bar.at(done, total))?;
     drop(bar);
+    damage.extend(damaged_rows(&store)?);
     if args.json {
         let list: Vec<_> = damage
             .iter()
@@ -184,15 +187,31 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             .collect();
         outln!("{}", json!({"step": store.state().step, "damage": list}));
     } else if damage.is_empty() {
-        outln!("step {}: every byte matches its hash", store.state().step);
+        outln!("step {}: every byte of the commit matches its hash", store.state().step);
     }
     if damage.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
     for d in &damage {
-        errln!("damaged: {}, tensor {}, from byte {}", d.file.display(), d.tensor, d.offset);
+        let inside =
+            if d.tensor.is_empty() { String::new() } else { format!(" ({} ..)", d.tensor) };
+        errln!("damaged: {}, in the 4 MiB from byte {}{inside}", d.file.display(), d.offset);
     }
+    errln!("put these files back from a copy of the store, or import the model again");
     Ok(ExitCode::from(exit::DAMAGED))
+}
+
+/// The token rows of the store's run, if they are damaged.
+fn damaged_rows(store: &ReadingStore) -> anyhow::Result<Option<Damage>> {
+    let Some(text) = store.read_run()? else { return Ok(None) };
+    let file = store.dir().join(RunRecord::from_json(&text)?.rows_file);
+    match data::Rows::open_verified(&file) {
+        Ok(_) => Ok(None),
+        Err(error) => {
+            errln!("{error}");
+            Ok(Some(Damage { file, tensor: String::new(), offset: 0 }))
+        }
+    }
 }
 
 pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
@@ -200,6 +219,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
         return refuse("--temperature must be a number of at least 0");
     }
     let store = open(&args.store)?;
+    store.check_weights()?;
     let config = config(&store)?;
     let tokenizer = Tokenizer::load(&args.store)?;
     let mut forward = forward(&store, &config, args.threads)?;
@@ -209,7 +229,7 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
         seed: args.seed,
         max_positions: config.max_positions,
     };
-    let text = text::generate(&mut forward, &tokenizer, &args.prompt, &sampling)?;
+    let text = text::generate(&mut forward, &tokenizer, &args.prompt, &sampling, &|| false)?;
     if args.json {
         outln!("{}", json!({"prompt": args.prompt, "text": text}));
     } else {
@@ -219,11 +239,16 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
 }
 
 pub(crate) fn eval(args: &EvalArgs) -> anyhow::Result<ExitCode> {
+    if args.max_rows == Some(0) {
+        return refuse("--max-rows must be at least 1");
+    }
     let store = open(&args.store)?;
+    store.check_weights()?;
     let config = config(&store)?;
     let rows = rows(&args.store, &config, &args.data, args.seq_len)?;
     let mut forward = forward(&store, &config, args.threads)?;
-    let result = text::evaluate(&mut forward, &rows, args.max_rows)?;
+    let result = text::evaluate(&mut forward, &rows, args.max_rows, &|| false)?;
+    let result = result.unwrap_or_default();
     let loss = result.loss();
     if args.json {
         let (rows, targets) = (result.rows, result.targets);
@@ -274,7 +299,9 @@ pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
 
 fn open(dir: &Path) -> anyhow::Result<ReadingStore> {
     let io = machine::engine(machine::store_bytes(dir));
-    Ok(ReadingStore::open(io, dir, LOCK_WAIT)?)
+    let store = ReadingStore::open(io, dir, LOCK_WAIT)?;
+    machine::tell(store.recovery());
+    Ok(store)
 }
 
 fn config(store: &ReadingStore) -> anyhow::Result<ModelConfig> {

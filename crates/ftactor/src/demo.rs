@@ -9,9 +9,11 @@ use anyhow::Context;
 use convert::{Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use model::{Budget, ModelConfig};
+use serde::{Deserialize, Serialize};
 use store::ReadingStore;
 
 use crate::cli::SoloArgs;
+use crate::exit::refuse;
 use crate::options::TrainOptions;
 use crate::out::{errln, outln};
 use crate::progress::Show;
@@ -34,7 +36,16 @@ const CONFIG: &str = r#"{
 }"#;
 
 pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<ExitCode> {
+    if !args.data.is_empty() {
+        return refuse("--demo brings its own text: leave --data out, or leave --demo out");
+    }
     let home = args.store.clone().unwrap_or_else(|| PathBuf::from(DEMO_DIR));
+    if home.join("store.json").exists() {
+        return refuse(format!(
+            "{} is a store; --demo makes a directory of its own: leave --store out or name a new one",
+            home.display()
+        ));
+    }
     let (store, train, held_out) =
         (home.join("store"), home.join("train.txt"), home.join("held-out.txt"));
     if !store.exists() {
@@ -44,7 +55,7 @@ pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<Exi
         make_store(&store)?;
         outln!("made a model of 1.2 million parameters and a corpus in {}", home.display());
     }
-    let before = measure(&store, &held_out)?;
+    let before = before(&home.join("before.json"), args.new_run, || measure(&store, &held_out))?;
     outln!("before: held-out loss {:.3} nats per byte\n  {PROMPT}{}", before.loss, before.sample);
     outln!("tip: press Ctrl-C or kill -9 this process, then run the same command: it goes on");
 
@@ -61,7 +72,9 @@ pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<Exi
          ftactor solo --store ./store --data ./texts --steps 100",
         store.display()
     );
-    if !ended.was_complete() && before.loss - after.loss < LOSS_FALL {
+    // A run of another length promises nothing.
+    let whole = options.steps.is_none() && options.epochs.is_none();
+    if whole && !ended.was_complete() && before.loss - after.loss < LOSS_FALL {
         errln!("error: the loss fell by less than {LOSS_FALL} nats per byte");
         return Ok(ExitCode::from(crate::exit::SELFTEST_FAILED));
     }
@@ -94,6 +107,22 @@ fn make_store(dir: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What was measured when the run began: a resumed one compares with that.
+fn before(
+    file: &Path,
+    new_run: bool,
+    measure: impl FnOnce() -> anyhow::Result<Measured>,
+) -> anyhow::Result<Measured> {
+    let kept = std::fs::read(file).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    if let Some(kept) = kept.filter(|_| !new_run) {
+        return Ok(kept);
+    }
+    let measured = measure()?;
+    write(file, &serde_json::to_string(&measured)?)?;
+    Ok(measured)
+}
+
+#[derive(Serialize, Deserialize)]
 struct Measured {
     loss: f64,
     sample: String,
@@ -105,10 +134,10 @@ fn measure(store: &Path, held_out: &Path) -> anyhow::Result<Measured> {
     let device = machine::cpu(&config, &Budget::new(256 << 20), &machine::threads(None)?);
     let mut forward = Forward::new(&reading, device);
     let rows = text::eval_rows(store, &config, &[held_out.to_path_buf()], SEQ_LEN)?;
-    let loss = text::evaluate(&mut forward, &rows, None)?.loss();
+    let loss = text::evaluate(&mut forward, &rows, None, &|| false)?.unwrap_or_default().loss();
     let sampling =
         Sampling { max_tokens: 60, temperature: 0.5, seed: 1, max_positions: config.max_positions };
     let tokenizer = Tokenizer::load(store)?;
-    let sample = text::generate(&mut forward, &tokenizer, PROMPT, &sampling)?;
+    let sample = text::generate(&mut forward, &tokenizer, PROMPT, &sampling, &|| false)?;
     Ok(Measured { loss, sample })
 }

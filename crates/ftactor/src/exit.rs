@@ -17,6 +17,10 @@ pub(crate) const IN_USE: u8 = 6;
 pub(crate) const GUARD: u8 = 7;
 pub(crate) const INTERRUPTED: u8 = 130;
 
+/// What to do about damage, wherever it was found.
+pub(crate) const DAMAGE_REMEDY: &str = "`ftactor verify` lists all damage; put the named file back \
+    from a copy of the store, or import the model again";
+
 /// Something the user asked for that cannot be.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
@@ -44,7 +48,11 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
         }
     }
     errln!("error: {text}");
-    ExitCode::from(code(error))
+    let code = code(error);
+    if code == DAMAGED {
+        errln!("{DAMAGE_REMEDY}");
+    }
+    ExitCode::from(code)
 }
 
 /// The documented exit code of an error: that of the first cause that has one.

@@ -25,12 +25,20 @@ impl Interrupt {
         let asked = interrupt.clone();
         tokio::spawn(async move {
             signal().await;
+            if !asked.has_run() {
+                errln!("stopped before the first step");
+                std::process::exit(i32::from(exit::INTERRUPTED));
+            }
             errln!("stopping after the step that is about to commit; once more stops at once");
             asked.request();
             signal().await;
             std::process::exit(i32::from(exit::INTERRUPTED));
         });
         interrupt
+    }
+
+    fn has_run(&self) -> bool {
+        self.stop.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// Has `stop` called when the user asks, now if that was before.
@@ -40,6 +48,11 @@ impl Interrupt {
             stop();
         }
         *current = Some(Box::new(stop));
+    }
+
+    /// Whether the user wants the session to end.
+    pub(crate) fn is_requested(&self) -> bool {
+        self.requested.load(Ordering::SeqCst)
     }
 
     fn request(&self) {

@@ -8,7 +8,10 @@ use anyhow::Context;
 use compute::{CpuDevice, Device};
 use model::{Budget, ModelConfig};
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use store::{Io, mmap_engine};
+use store::{Io, Recovery, mmap_engine};
+
+use crate::exit::refuse;
+use crate::out::errln;
 
 /// Threads of the store's engine: they wait for the disk, so more than cores pay.
 const IO_THREADS: usize = 4;
@@ -49,9 +52,13 @@ fn read_number(path: &str) -> Option<u64> {
 
 /// Threads to compute with.
 pub(crate) fn threads(wanted: Option<usize>) -> anyhow::Result<Arc<ThreadPool>> {
+    const MOST: usize = 1024;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if let Some(wanted) = wanted.filter(|wanted| !(1..=MOST).contains(wanted)) {
+        return refuse(format!("--threads {wanted}: expected 1 to {MOST}"));
+    }
     let pool = ThreadPoolBuilder::new()
-        .num_threads(wanted.unwrap_or(cores).max(1))
+        .num_threads(wanted.unwrap_or(cores))
         .thread_name(|i| format!("pool-{i}"))
         .build()
         .context("start compute threads")?;
@@ -62,6 +69,20 @@ pub(crate) fn threads(wanted: Option<usize>) -> anyhow::Result<Arc<ThreadPool>> 
 /// budget stays cached, the rest makes way at once.
 pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
     mmap_engine(IO_THREADS, state_bytes < available_ram_bytes() / 2)
+}
+
+/// Says what opening a store found.
+pub(crate) fn tell(recovery: &Recovery) {
+    for warning in &recovery.warnings {
+        errln!("warning: {warning}");
+    }
+    if let Some(cut) = &recovery.cut {
+        errln!(
+            "note: the last record was torn and is left out: {} at byte {}",
+            cut.file.display(),
+            cut.offset
+        );
+    }
 }
 
 /// Opens the CPU device, once per call.

@@ -161,12 +161,56 @@ pub(crate) enum IoChoice {
 impl TrainOptions {
     /// The file's options, overlaid by the flags'.
     pub(crate) fn with_file(&self, file: Option<&Path>) -> anyhow::Result<TrainOptions> {
-        let Some(path) = file else { return Ok(self.clone()) };
+        let Some(path) = file else { return self.clone().checked() };
         let text = std::fs::read_to_string(path)
             .map_err(|e| Refused(format!("cannot read {}: {e}", path.display())))?;
         let base: TrainOptions = toml::from_str(&text)
             .map_err(|e| Refused(format!("{}: {}", path.display(), e.to_string().trim())))?;
-        self.over(&base)
+        base.check_numbers()?;
+        self.check_numbers()?;
+        self.over(&base)?.checked()
+    }
+
+    /// The options, if they make sense together.
+    fn checked(self) -> anyhow::Result<TrainOptions> {
+        self.check_numbers()?;
+        if self.steps.is_some() && self.epochs.is_some() {
+            return refuse("steps and epochs both say how long: give one of them");
+        }
+        if self.eval_data.is_empty() != self.eval_every.is_none() {
+            return refuse("eval-data and eval-every go together");
+        }
+        if self.sample_prompt.is_none() != self.sample_every.is_none() {
+            return refuse("sample-prompt and sample-every go together");
+        }
+        for (name, value) in [
+            ("epochs", self.epochs),
+            ("eval-every", self.eval_every),
+            ("sample-every", self.sample_every),
+            ("threads", self.threads.map(|n| n as u64)),
+        ] {
+            if value == Some(0) {
+                return refuse(format!("--{name} must be at least 1"));
+            }
+        }
+        Ok(self)
+    }
+
+    /// Options are merged as JSON, which has no such numbers.
+    fn check_numbers(&self) -> anyhow::Result<()> {
+        for (name, value) in [
+            ("lr", self.lr),
+            ("min-lr-ratio", self.min_lr_ratio),
+            ("weight-decay", self.weight_decay),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("eps", self.eps),
+        ] {
+            if let Some(value) = value.filter(|value| !value.is_finite()) {
+                return refuse(format!("--{name} {value}: expected a finite number"));
+            }
+        }
+        Ok(())
     }
 
     /// `base`, with everything that is set here taking its place.
@@ -246,6 +290,20 @@ mod tests {
         for wrong in ["", "global", "global:0", "global:-1", "global:nan", "row:1"] {
             assert!(parse_clip(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn options_that_make_no_sense_are_refused_from_flags_and_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("options.toml");
+        for text in
+            ["lr = nan", "eps = inf", "steps = 1\nepochs = 1", "eval-every = 3", "threads = 0"]
+        {
+            std::fs::write(&file, text).unwrap();
+            assert!(TrainOptions::default().with_file(Some(&file)).is_err(), "{text}");
+        }
+        let flags = TrainOptions { lr: Some(f64::NAN), ..Default::default() };
+        assert!(flags.with_file(None).is_err());
     }
 
     #[test]

@@ -17,4 +17,12 @@ macro_rules! errln {
     }};
 }
 
-pub(crate) use {errln, outln};
+/// `print!` that does not panic when nobody reads.
+macro_rules! out {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = write!(std::io::stdout(), $($text)*);
+    }};
+}
+
+pub(crate) use {errln, out, outln};

@@ -12,6 +12,9 @@ use crate::options::{DeviceChoice, TrainOptions, UpdateChoice, parse_clip};
 
 const FORMAT: u32 = 1;
 const MICRO_TOKENS: usize = 2048;
+const MOST_TOKENS: usize = 1 << 32;
+/// Beyond it one update of AdamW, about `lr` per weight, already ends in infinities.
+const MOST_LR: f64 = 100.0;
 
 /// The record. Field names are the options' names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -38,6 +41,10 @@ pub(crate) struct RunRecord {
     pub(crate) data: Vec<DataFile>,
     /// The token rows made of the data, inside the store.
     pub(crate) rows_file: String,
+    /// Moments and step numbers still have to go back to zero: written before that begins, so that
+    /// a kill in between leaves neither the old run nor half of a new one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) reset_first: bool,
 }
 
 /// A data file as it was when the run started.
@@ -123,6 +130,7 @@ impl RunRecord {
             compute_dtype: "f32".into(),
             data,
             rows_file,
+            reset_first: false,
         };
         record.check()?;
         Ok(record)
@@ -215,7 +223,31 @@ impl RunRecord {
         }
     }
 
+    /// Whoever edits `run.json` is told what cannot be.
     fn check(&self) -> anyhow::Result<()> {
+        let RunShape { batch_rows, micro_rows, seq_len } = self.shape();
+        if seq_len < 2
+            || micro_rows == 0
+            || batch_rows == 0
+            || !batch_rows.is_multiple_of(micro_rows)
+        {
+            return refuse(format!(
+                "rows of {seq_len} tokens, {batch_rows} a step, {micro_rows} together: the last must \
+                 divide the one before, and a row needs 2 tokens"
+            ));
+        }
+        if batch_rows.checked_mul(seq_len).is_none_or(|tokens| tokens > MOST_TOKENS) {
+            return refuse(format!("--batch-rows {batch_rows}: a step has at most 2^32 tokens"));
+        }
+        if self.device != "cpu" || self.compute_dtype != "f32" {
+            return refuse(format!(
+                "the run computes on {} in {}, this ftactor on cpu in f32",
+                self.device, self.compute_dtype
+            ));
+        }
+        if self.lr > MOST_LR {
+            return refuse(format!("--lr {}: no weight survives that; at most {MOST_LR}", self.lr));
+        }
         self.clip_rule()?;
         let wrong = |e: optim::HyperparameterError| Refused(e.to_string());
         self.lr_schedule()?.check().map_err(wrong)?;
@@ -260,7 +292,21 @@ mod tests {
         assert!(with(|o| o.micro_rows = Some(3)).contains("does not divide"));
         assert!(with(|o| o.batch_rows = Some(0)).contains("at least 1"));
         assert!(with(|o| o.lr = Some(f64::NAN)).contains("lr"));
+        assert!(with(|o| o.lr = Some(1e39)).contains("at most 100"));
+        assert!(with(|o| o.batch_rows = Some(usize::MAX / 2)).contains("2^32"));
         assert!(with(|o| o.schedule = Some("up".into())).contains("schedule"));
+    }
+
+    #[test]
+    fn an_edited_record_that_cannot_run_is_refused() {
+        let text = record(&TrainOptions::default()).unwrap().to_json().unwrap();
+        for (field, value) in
+            [("micro-rows", "0"), ("micro-rows", "3"), ("batch-rows", "0"), ("device", "\"tpu\"")]
+        {
+            let mut edited: serde_json::Value = serde_json::from_str(&text).unwrap();
+            edited[field] = serde_json::from_str(value).unwrap();
+            assert!(RunRecord::from_json(&edited.to_string()).is_err(), "{field} {value}");
+        }
     }
 
     #[test]

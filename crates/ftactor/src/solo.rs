@@ -5,12 +5,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use actors::{ACTOR_NAMES, FaultPlan, Forward, Observer, Solo, SoloConfig, Summary};
+use actors::{ACTOR_NAMES, Failure, FaultPlan, Forward, Observer, Solo, SoloConfig, Summary};
 use anyhow::Context;
 use data::{Order, Rows, Sampler, Tokenizer};
 use model::{Budget, BudgetError, LayerTable, Limits, ModelConfig};
 use schedule::{End, Policy};
-use store::{State, TrainingStore};
+use store::{ReadingStore, State, TrainingStore};
 use telemetry::{BlockDevice, Metrics, Server};
 
 use crate::cli::SoloArgs;
@@ -18,7 +18,7 @@ use crate::exit::{self, Refused, refuse};
 use crate::interrupt::Interrupt;
 use crate::log::StepLog;
 use crate::options::{TrainOptions, parse_size};
-use crate::out::{errln, outln};
+use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show, human_bytes};
 use crate::run_record::{DataFile, Defaults, RunRecord};
 use crate::{demo, machine, new_run, text};
@@ -33,7 +33,7 @@ const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 pub(crate) fn run(args: &SoloArgs) -> anyhow::Result<ExitCode> {
     let options = args.options.with_file(args.options_file.as_deref())?;
     if args.print_config {
-        print!("{}", options.to_toml()?);
+        out!("{}", options.to_toml()?);
         return Ok(ExitCode::SUCCESS);
     }
     if args.demo {
@@ -111,22 +111,20 @@ pub(crate) fn train(
 ) -> anyhow::Result<Ended> {
     let ram_bytes = ram_bytes(options)?;
     let budget = Budget::new(ram_bytes);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("start the async runtime")?;
+    let interrupt = runtime.block_on(async { Interrupt::listen() });
     let io = machine::engine(machine::store_bytes(dir));
     let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
-    for warning in &recovery.warnings {
-        errln!("warning: {warning}");
-    }
-    if let Some(cut) = &recovery.cut {
-        errln!(
-            "note: the last record was torn and is cut: {} at byte {}",
-            cut.file.display(),
-            cut.offset
-        );
-    }
+    machine::tell(&recovery);
+    remove_temporary_rows(dir);
     let config = ModelConfig::from_json(store.config_json())
         .with_context(|| format!("config.json of {}", dir.display()))?;
     let record = run_record(&store, &config, data, options, args.new_run, ram_bytes)?;
-    if store.state().step.0 >= record.steps {
+    if store.state().step.0 >= record.steps && !record.reset_first {
         let step = store.state().step.0;
         store.close()?;
         if show != Show::Json {
@@ -137,8 +135,37 @@ pub(crate) fn train(
         return Ok(Ended::Already);
     }
     let session = open_session(store, config, record, options, budget)?;
-    let ended = run_session(session, options, args, show)?;
-    Ok(Ended::Run { summary: ended })
+    let summary = run_session(session, runtime, &interrupt, options, args, show)?;
+    if let Some(Failure::NotFinite { .. }) = summary.failure.as_deref() {
+        // Damaged weights give such losses too, and then that is what has to be told.
+        let io = machine::engine(machine::store_bytes(dir));
+        ReadingStore::open(io, dir, LOCK_WAIT)?.check_weights()?;
+    }
+    Ok(Ended::Run { summary })
+}
+
+/// Leftovers of processes that were killed while they tokenised; nobody else holds the store.
+fn remove_temporary_rows(dir: &Path) {
+    if let Err(error) = data::remove_temporaries(&dir.join("tokens")) {
+        tracing::info!(%error, "leftovers in tokens/ stay");
+    }
+}
+
+/// What would otherwise show only hours into the run.
+fn check_paths(store: &TrainingStore, options: &TrainOptions) -> anyhow::Result<()> {
+    if !options.eval_data.is_empty() {
+        data::list_sources(&options.eval_data)?;
+    }
+    let Some(log) = &options.log else { return Ok(()) };
+    let folder = log.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder.canonicalize().map_err(|e| {
+        Refused(format!("--log {}: its directory cannot be used: {e}", log.display()))
+    })?;
+    let inside = store.dir().canonicalize().is_ok_and(|dir| folder.starts_with(dir));
+    if inside || log.is_dir() {
+        return refuse(format!("--log {}: give a file outside the store", log.display()));
+    }
+    Ok(())
 }
 
 fn ram_bytes(options: &TrainOptions) -> anyhow::Result<usize> {
@@ -165,7 +192,7 @@ fn run_record(
         return resume(store, RunRecord::from_json(&text)?, data, options);
     }
     if data.is_empty() {
-        return refuse("--data PATH is missing: there is no unfinished run to go on with");
+        return refuse("--data PATH is missing: it says what a new run trains on");
     }
     let shape = crate::run_record::shape(options, defaults)?;
     let (rows_file, files) = prepare_rows(store, config, data, shape.seq_len)?;
@@ -177,16 +204,28 @@ fn run_record(
     if steps == 0 {
         return refuse("the run has no steps: give --steps or --epochs of at least 1");
     }
-    let record = RunRecord::new(options, defaults, steps, files, rows_file)?;
+    let mut record = RunRecord::new(options, defaults, steps, files, rows_file)?;
     // What cannot run is refused before anything of the old run is gone.
     let policy = record.policy(options.update)?;
     limits(store.table(), config, &record, policy, ram_bytes)?;
-    if store.state().step.0 > 0 {
+    record.reset_first = store.state().step.0 > 0;
+    Ok(record)
+}
+
+/// Makes the record the store's, and the store's state fit it. A kill anywhere in here leaves the
+/// old run, or the new one with its reset still to be done.
+fn settle(store: &TrainingStore, record: &mut RunRecord) -> anyhow::Result<()> {
+    let text = record.to_json()?;
+    if store.read_run()?.as_deref() != Some(text.as_str()) {
+        store.write_run(&text)?;
+    }
+    if record.reset_first {
         errln!("new run: the weights stay, moments and step numbers start at zero");
         new_run::reset_moments(store)?;
+        record.reset_first = false;
+        store.write_run(&record.to_json()?)?;
     }
-    store.write_run(&record.to_json()?)?;
-    Ok(record)
+    Ok(())
 }
 
 fn resume(
@@ -201,8 +240,8 @@ fn resume(
     }
     if !differences.is_empty() {
         return refuse(format!(
-            "the store has an unfinished run with other options:\n  {}\nleave them out to go on with \
-             it, or start again from its weights with --new-run",
+            "the store's run has other options:\n  {}\nleave them out to go on with it, or start again \
+             from its weights with --new-run --data PATH",
             differences.join("\n  ")
         ));
     }
@@ -211,14 +250,16 @@ fn resume(
     let wanted =
         options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
     if let Some(steps) = wanted.filter(|steps| *steps != record.steps) {
-        if steps < store.state().step.0 {
+        if steps < record.steps {
             return refuse(format!(
-                "--steps {steps}: the run has committed {} steps already",
+                "the run was started for {} steps, of which {} are done; {steps} would change its \
+                 schedule: leave --steps and --epochs out, or start again with --new-run",
+                record.steps,
                 store.state().step.0
             ));
         }
+        errln!("note: the run now has {steps} steps instead of {}", record.steps);
         record.steps = steps;
-        store.write_run(&record.to_json()?)?;
     }
     Ok(record)
 }
@@ -273,6 +314,9 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
             record.seq_len
         ));
     }
+    if record.reset_first {
+        return Ok(());
+    }
     let sampler = batches(rows, record.batch_rows);
     let cursor = data::Cursor { epoch: state.epoch, index: state.index };
     sampler.check(cursor).map_err(|error| {
@@ -287,7 +331,11 @@ fn open_session(
     options: &TrainOptions,
     budget: Budget,
 ) -> anyhow::Result<Session> {
-    let rows = Rows::open(store.dir().join(&record.rows_file))?;
+    check_paths(&store, options)?;
+    // The whole file is hashed: rot in it would be trained on.
+    let rows = Rows::open_verified(store.dir().join(&record.rows_file)).with_context(
+        || "the token rows of the run cannot be used; start again with --new-run --data PATH",
+    )?;
     check_rows(&rows, &record, &store.state())?;
     let policy = record.policy(options.update)?;
     let limits = limits(store.table(), &config, &record, policy, budget.total_bytes())?;
@@ -325,22 +373,20 @@ fn limits(
 }
 
 fn run_session(
-    session: Session,
+    mut session: Session,
+    runtime: tokio::runtime::Runtime,
+    interrupt: &Interrupt,
     options: &TrainOptions,
     args: &SoloArgs,
     show: Show,
 ) -> anyhow::Result<Summary> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .context("start the async runtime")?;
     let metrics = metrics(&session);
     let server = runtime.block_on(serve_metrics(options, &metrics))?;
     let log = options.log.as_deref().map(StepLog::open).transpose()?;
+    settle(&session.store, &mut session.record)?;
     let first = session.store.state().step.0;
     let observer = Arc::new(RunObserver::new(show, first, session.record.steps, log, metrics));
-    let result = run_segments(&runtime, &session, options, args, &observer);
+    let result = run_segments(&runtime, interrupt, &session, options, args, &observer);
     observer.finish();
     if let Some(server) = server {
         runtime.block_on(server.shutdown());
@@ -389,13 +435,13 @@ async fn serve_metrics(
 /// Runs to the next measurement or sample, takes it, goes on.
 fn run_segments(
     runtime: &tokio::runtime::Runtime,
+    interrupt: &Interrupt,
     session: &Session,
     options: &TrainOptions,
     args: &SoloArgs,
     observer: &Arc<RunObserver>,
 ) -> anyhow::Result<Summary> {
     let faults = FaultPlan::new(args.fault.clone());
-    let interrupt = runtime.block_on(async { Interrupt::listen() });
     let mut total: Option<Summary> = None;
     loop {
         let step = session.store.state().step.0;
@@ -410,7 +456,7 @@ fn run_segments(
             .map_err(machine::failed)?;
         let summary = add(total.take(), summary);
         if summary.end == End::Completed
-            && let Err(error) = measure(session, options, observer, summary.step)
+            && let Err(error) = measure(session, options, observer, interrupt, summary.step)
         {
             // A measurement is worth less than the run.
             observer.warn(&format!("step {}: not measured: {error:#}", summary.step));
@@ -475,8 +521,10 @@ fn measure(
     session: &Session,
     options: &TrainOptions,
     observer: &RunObserver,
+    interrupt: &Interrupt,
     step: u64,
 ) -> anyhow::Result<()> {
+    let stop = || interrupt.is_requested();
     let due =
         |every: Option<u64>| every.is_some_and(|n| n > 0 && step > 0 && step.is_multiple_of(n));
     let forward = || {
@@ -490,7 +538,9 @@ fn measure(
             &options.eval_data,
             session.record.seq_len,
         )?;
-        let result = text::evaluate(&mut forward(), &rows, None)?;
+        let Some(result) = text::evaluate(&mut forward(), &rows, None, &stop)? else {
+            return Ok(());
+        };
         observer.say(&format!("step {step}: eval loss {:.4}", result.loss()));
         observer.record(&serde_json::json!({"event": "eval", "step": step, "loss": result.loss(), "targets": result.targets}));
     }
@@ -502,7 +552,7 @@ fn measure(
             seed: step,
             max_positions: session.config.max_positions,
         };
-        let sample = text::generate(&mut forward(), &tokenizer, prompt, &sampling)?;
+        let sample = text::generate(&mut forward(), &tokenizer, prompt, &sampling, &stop)?;
         observer.say(&format!("step {step}: {prompt}{sample}"));
         observer.record(
             &serde_json::json!({"event": "sample", "step": step, "prompt": prompt, "text": sample}),
@@ -581,7 +631,16 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
     if let Some(failure) = summary.failure.as_ref().filter(|_| summary.end == End::Failed) {
         errln!("error: {failure}");
     }
-    if summary.end != End::Completed {
-        outln!("every committed step is kept; go on with: ftactor solo --store {}", dir.display());
+    let store = dir.display();
+    match summary.failure.as_deref().filter(|_| summary.end == End::Failed) {
+        None if summary.end == End::Completed => {}
+        Some(Failure::NotFinite { .. }) => outln!(
+            "committed steps are kept; start again from their weights with a lower --lr: \
+             ftactor solo --store {store} --new-run --data PATH --lr X"
+        ),
+        Some(failure) if exit::failure_code(failure) == exit::DAMAGED => {
+            errln!("{}", exit::DAMAGE_REMEDY);
+        }
+        _ => outln!("every committed step is kept; go on with: ftactor solo --store {store}"),
     }
 }

@@ -55,7 +55,8 @@ pub(crate) fn prepare_rows(
     }
     let name = format!("tokens/rows-{}.bin", model::hex(xxh3_64(key.as_bytes())));
     let file = store_dir.join(&name);
-    if Rows::open(&file).is_ok() {
+    // A file that does not hold what it says is made again.
+    if Rows::open_verified(&file).is_ok() {
         return Ok(name);
     }
     let plan = Plan {
@@ -74,25 +75,29 @@ fn extension(path: &Path) -> String {
     path.extension().map(|e| e.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Loss over the first `max_rows` rows.
+/// Loss over the first `max_rows` rows; `None` if `stop` says so meanwhile.
 pub(crate) fn evaluate(
     forward: &mut Forward<'_>,
     rows: &Rows,
     max_rows: Option<u64>,
-) -> anyhow::Result<Evaluation> {
+    stop: &dyn Fn() -> bool,
+) -> anyhow::Result<Option<Evaluation>> {
     let seq_len = rows.seq_len() as usize;
     let count = rows.rows().min(max_rows.unwrap_or(u64::MAX));
     let at_once = (EVAL_TOKENS / seq_len).max(1) as u64;
     let mut total = Evaluation { rows: count, ..Evaluation::default() };
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
     for first in (0..count).step_by(at_once as usize) {
+        if stop() {
+            return Ok(None);
+        }
         let ids: Vec<u64> = (first..(first + at_once).min(count)).collect();
         rows.read(&ids, &mut tokens, &mut targets)?;
         let (sum, number) = forward.loss(&tokens, &targets, seq_len)?;
         total.sum += sum;
         total.targets += number;
     }
-    Ok(total)
+    Ok(Some(total))
 }
 
 /// How a text is continued.
@@ -106,12 +111,13 @@ pub(crate) struct Sampling {
     pub(crate) max_positions: usize,
 }
 
-/// What the model writes after `prompt`, up to its end-of-sequence token.
+/// What the model writes after `prompt`, up to its end-of-sequence token or until `stop` says so.
 pub(crate) fn generate(
     forward: &mut Forward<'_>,
     tokenizer: &Tokenizer,
     prompt: &str,
     sampling: &Sampling,
+    stop: &dyn Fn() -> bool,
 ) -> anyhow::Result<String> {
     let mut ids = tokenizer.encode(prompt)?;
     if ids.is_empty() {
@@ -125,6 +131,9 @@ pub(crate) fn generate(
     let start = ids.len();
     let mut random = Random(sampling.seed);
     for _ in 0..sampling.max_tokens {
+        if stop() {
+            break;
+        }
         let window = &ids[ids.len().saturating_sub(sampling.max_positions)..];
         let logits = forward.next_logits(window)?;
         let next = choose(&logits, sampling.temperature, &mut random)?;

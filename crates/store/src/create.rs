@@ -7,6 +7,7 @@
 //!   call refuses; a failed creation removes what it made.
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,7 +52,7 @@ const SMALL_FILES_BYTES: u64 = 16 << 20;
 /// `Invalid` for a directory with contents, an unusable table or file name; `NoSpace` with the
 /// bytes of both slots; `Io`.
 pub fn create(io: Arc<dyn Io>, dir: &Path, new: &NewStore<'_>) -> Result<StoreWriter, StoreError> {
-    let layout = Layout::new(new.table, new.defaults.clone())?;
+    let layout = Layout::new(new.table, new.config_json, new.defaults.clone())?;
     check_names(new)?;
     check_empty(&*io, dir)?;
     let mut writer = StoreWriter {
@@ -140,7 +141,7 @@ impl StoreWriter {
         for relative in dirs {
             let dir = self.dir.join(relative);
             // Everything above the store's own directory stays, whatever happens.
-            if !self.io.exists(&dir) {
+            if !self.io.exists(&dir)? {
                 self.created.push((dir.clone(), Made::Dir));
             }
             self.io.create_dir(&dir)?;
@@ -347,10 +348,20 @@ fn check_names(new: &NewStore<'_>) -> Result<(), StoreError> {
 }
 
 fn check_empty(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
-    if !io.exists(dir) || io.list(dir)?.is_empty() {
+    if !io.exists(dir)? {
         return Ok(());
     }
-    let what = if io.exists(&dir.join(STORE_FILE)) {
+    let names = io.list(dir).map_err(|error| match error.source.kind() {
+        ErrorKind::NotADirectory => {
+            let what = format!("{} is a file; choose another directory", dir.display());
+            StoreError::Invalid(what)
+        }
+        _ => error.into(),
+    })?;
+    if names.is_empty() {
+        return Ok(());
+    }
+    let what = if io.exists(&dir.join(STORE_FILE))? {
         "holds a store (or an unfinished one) already; choose another directory or remove it"
     } else {
         "is not empty; choose another directory"

@@ -1,7 +1,7 @@
 //! [`StoreError`]: every way a store operation fails, one variant per exit code.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
 use model::BudgetError;
@@ -22,10 +22,8 @@ pub enum StoreError {
     #[error("{} is damaged: {what}", file.display())]
     Damaged { file: PathBuf, what: String },
     /// The disk is too small. `needed` counts all the operation wants to allocate.
-    #[error(
-        "not enough disk at {}: {needed} bytes needed, {available} available, {} missing",
-        path.display(), needed.saturating_sub(*available)
-    )]
+    /// Neither is known where 0.
+    #[error("{}", no_space(path, *needed, *available))]
     NoSpace { path: PathBuf, needed: u64, available: u64 },
     #[error("cannot {context} {}: {source}", path.display())]
     Io { context: &'static str, path: PathBuf, source: io::Error },
@@ -58,8 +56,50 @@ impl From<IoError> for StoreError {
             let needed = error.wanted_bytes;
             return StoreError::NoSpace { path: error.path, needed, available: 0 };
         }
+        if let (Some(what), "open" | "read" | "map") = (unlike_a_file(&error), error.context) {
+            return StoreError::damaged(error.path, what);
+        }
         StoreError::Io { context: error.context, path: error.path, source: error.source }
     }
+}
+
+/// What is wrong with a file whose reading failed in a way that no device causes.
+fn unlike_a_file(error: &IoError) -> Option<&'static str> {
+    match error.source.kind() {
+        io::ErrorKind::UnexpectedEof => Some("it ends early"),
+        io::ErrorKind::IsADirectory => Some("it is a directory"),
+        _ => None,
+    }
+}
+
+fn no_space(path: &Path, needed: u64, available: u64) -> String {
+    let path = path.display();
+    match (needed, available) {
+        (0, _) => format!("the disk at {path} is full"),
+        (_, 0) => format!("the disk at {path} is full: {} needed", show_bytes(needed)),
+        _ => format!(
+            "not enough disk at {path}: {} needed, {} available, {} missing",
+            show_bytes(needed),
+            show_bytes(available),
+            show_bytes(needed.saturating_sub(available))
+        ),
+    }
+}
+
+/// `12.3 GB`, `380.0 MB`: decimal, as disks are sold.
+pub fn show_bytes(bytes: u64) -> String {
+    if bytes < 1000 {
+        return format!("{bytes} bytes");
+    }
+    let mut value = bytes as f64 / 1e3;
+    for unit in ["kB", "MB", "GB"] {
+        // What would be rounded to 1000.0 belongs to the next unit.
+        if value < 999.95 {
+            return format!("{value:.1} {unit}");
+        }
+        value /= 1e3;
+    }
+    format!("{value:.1} TB")
 }
 
 /// Runs an asynchronous call to its end. Must not be called from inside a [`Done`].
@@ -74,3 +114,6 @@ pub fn blocking<T: Send + 'static>(start: impl FnOnce(Done<T>)) -> Result<T, Sto
         Err(StoreError::Poisoned { cause, damaged: false })
     })
 }
+
+#[cfg(test)]
+mod tests;

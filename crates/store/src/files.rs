@@ -46,7 +46,7 @@ pub(crate) fn read_text(io: &dyn Io, path: &Path) -> Result<String, StoreError> 
 /// all of the bytes. The name is durable after the next sync of the directory.
 pub(crate) fn place(io: &dyn Io, path: &Path, bytes: &[u8]) -> Result<FileId, IoError> {
     let temporary = temporary(path);
-    if io.exists(&temporary) {
+    if io.exists(&temporary)? {
         io.unlink(&temporary)?;
     }
     let file = io.create(&temporary, 0)?;

@@ -8,11 +8,12 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use model::{CHUNK_BYTES, LayerKind, LayerSpec, LayerTable, Plane, Slot};
+use model::{CHUNK_BYTES, LayerKind, LayerSpec, LayerTable, ModelConfig, Plane, Slot};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::StoreError;
+use crate::hashes::hash;
 
 pub(crate) const STORE_FILE: &str = "store.json";
 pub(crate) const RUN_FILE: &str = "run.json";
@@ -60,6 +61,9 @@ pub(crate) struct Layout {
     hash: String,
     chunk_bytes: u64,
     planes: Vec<PlaneLayout>,
+    /// Hash of `config.json`'s text, 16 hex digits; absent in stores of the first versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    config_hash: Option<String>,
     /// Options a run starts with unless told otherwise; opaque here.
     pub(crate) defaults: Map<String, Value>,
     pub(crate) table: LayerTable,
@@ -69,6 +73,7 @@ impl Layout {
     /// The layout this version writes.
     pub(crate) fn new(
         table: &LayerTable,
+        config_json: &str,
         defaults: Map<String, Value>,
     ) -> Result<Layout, StoreError> {
         let layout = Layout {
@@ -76,10 +81,14 @@ impl Layout {
             hash: HASH_NAME.into(),
             chunk_bytes: CHUNK_BYTES as u64,
             planes: planes(),
+            config_hash: Some(config_hash(config_json)),
             defaults,
             table: table.clone(),
         };
         check_table(&layout.table).map_err(|e| StoreError::Invalid(format!("layer table: {e}")))?;
+        layout
+            .check_config(config_json)
+            .map_err(|e| StoreError::Invalid(format!("config: {e}")))?;
         Ok(layout)
     }
 
@@ -89,19 +98,41 @@ impl Layout {
     }
 
     /// Reads `store.json`; the `Err` says what is wrong with it.
-    pub(crate) fn from_json(text: &[u8]) -> Result<Layout, String> {
+    pub(crate) fn from_json(text: &[u8]) -> Result<Layout, Unusable> {
         let root: Value = serde_json::from_slice(text).map_err(|e| format!("not JSON: {e}"))?;
         let version = root.get("format_version").and_then(Value::as_u64);
         match version {
             Some(FORMAT_VERSION) => {}
-            Some(other) => return Err(format!("format version {other} is unknown here")),
-            None => return Err("it lacks `format_version`".into()),
+            Some(other) => {
+                return Err(Unusable::Unknown(format!("format version {other} is unknown here")));
+            }
+            None => return Err("it lacks `format_version`".to_owned().into()),
         }
         check_sizes(&root)?;
         let layout: Layout = serde_json::from_value(root).map_err(|e| e.to_string())?;
-        layout.check_known()?;
+        layout.check_known().map_err(Unusable::Unknown)?;
         check_table(&layout.table)?;
         Ok(layout)
+    }
+
+    /// Checks that `config_json` describes the layers and is what the store was created with; the
+    /// `Err` says in which way it does not.
+    pub(crate) fn check_config(&self, config_json: &str) -> Result<(), String> {
+        const OTHER: &str = "it does not describe the layers in store.json";
+        let config = ModelConfig::from_json(config_json).map_err(|e| format!("{OTHER} ({e})"))?;
+        // Sizes first: a table takes as much memory as a wrong config claims.
+        let same = config.layers.checked_add(2) == Some(self.table.len())
+            && fits(&config)
+            && LayerTable::new(&config) == self.table;
+        if !same {
+            return Err(OTHER.into());
+        }
+        match &self.config_hash {
+            Some(hash) if *hash != config_hash(config_json) => {
+                Err("it is not the text that the store was created with".into())
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check_known(&self) -> Result<(), String> {
@@ -128,6 +159,33 @@ impl Layout {
         }
         Ok(())
     }
+}
+
+/// Why a `store.json` cannot be used.
+#[derive(Debug)]
+pub(crate) enum Unusable {
+    /// No version wrote this.
+    Damaged(String),
+    /// Another version may have written this.
+    Unknown(String),
+}
+
+impl From<String> for Unusable {
+    fn from(what: String) -> Unusable {
+        Unusable::Damaged(what)
+    }
+}
+
+fn config_hash(config_json: &str) -> String {
+    format!("{:016x}", hash(config_json.as_bytes()))
+}
+
+/// Whether the sums of sizes in a table of `config` are far from overflow.
+fn fits(config: &ModelConfig) -> bool {
+    let wide = |n: usize| n as u128;
+    let heads = wide(config.heads).saturating_mul(wide(config.head_dim));
+    let widest = wide(config.vocab_size).max(wide(config.intermediate_size)).max(heads);
+    widest.saturating_mul(wide(config.hidden_size)) <= ELEMENTS_MAX as u128
 }
 
 fn planes() -> Vec<PlaneLayout> {

@@ -31,7 +31,7 @@ mod training;
 
 pub use chunk::{ChunkHasher, StateChunk};
 pub use create::{NewStore, StoreWriter, create};
-pub use error::{Done, StoreError, blocking};
+pub use error::{Done, StoreError, blocking, show_bytes};
 pub use hashes::{PlaneHashes, hash};
 pub use io::{
     Access, AfterUse, Fault, Faulty, FileId, Image, Io, IoCounters, IoDone, IoError, Lock,

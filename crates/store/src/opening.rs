@@ -1,18 +1,19 @@
 //! What opening for training does between recovery and the first step.
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{LayerTable, Plane, Slot};
+use model::{LayerSpec, LayerTable, Plane, Slot};
 
 use crate::StoreError;
 use crate::files;
 use crate::hashes::PlaneHashes;
 use crate::io::{Access, Io, IoError};
-use crate::layout::{COMMIT_DIR, SCRATCH_DIR};
+use crate::layout::{COMMIT_DIR, SCRATCH_DIR, plane_file, slot_path};
 use crate::log;
 use crate::record::State;
-use crate::slots::SlotFiles;
+use crate::slots::{HASHES_FILE, SlotFiles};
 
 /// What is known of a slot's contents.
 #[derive(Clone, Debug)]
@@ -58,6 +59,9 @@ pub(crate) fn open_slots(
     let mut slots = Vec::with_capacity(table.len());
     let mut tables = Vec::with_capacity(table.len());
     for (layer, live) in table.layers().iter().zip(&state.layers) {
+        for slot in [Slot::A, Slot::B] {
+            refuse_links(&**io, dir, layer, slot)?;
+        }
         let open = |slot| SlotFiles::open(io, dir, layer, slot, Access::ReadWrite);
         let files = [open(Slot::A)?, open(Slot::B)?];
         let known = files[live.slot as usize].read_hashes(&**io, live)?;
@@ -67,6 +71,28 @@ pub(crate) fn open_slots(
         tables.push(pair);
     }
     Ok((slots, tables))
+}
+
+/// Refuses a slot with symbolic links: what is written to an inactive slot could land in a live one.
+fn refuse_links(io: &dyn Io, dir: &Path, layer: &LayerSpec, slot: Slot) -> Result<(), StoreError> {
+    let dir = dir.join(slot_path(layer, slot));
+    let files = Plane::ALL.map(|plane| dir.join(plane_file(plane)));
+    for path in files.iter().chain([&dir.join(HASHES_FILE), &dir]) {
+        // What is missing is reported by whoever opens it.
+        if io.is_link(path).or_else(absent_is_none)? {
+            let path = path.display();
+            let what = format!("{path} is a symbolic link; put the file itself in its place");
+            return Err(StoreError::Invalid(what));
+        }
+    }
+    Ok(())
+}
+
+fn absent_is_none(error: IoError) -> Result<bool, IoError> {
+    match error.source.kind() {
+        ErrorKind::NotFound | ErrorKind::NotADirectory => Ok(false),
+        _ => Err(error),
+    }
 }
 
 /// Reads every live slot and compares it with its hashes.

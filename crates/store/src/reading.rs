@@ -116,7 +116,8 @@ impl ReadingStore {
         files::read(&*self.io, &self.dir.join(name))
     }
 
-    /// Live weights of a layer: exactly `elements` as float32. Not verified.
+    /// Live weights of a layer: exactly `elements` as float32. Not verified: see
+    /// [`ReadingStore::check_weights`].
     ///
     /// # Panics
     /// On a range beyond the layer: a programmer's error.
@@ -178,6 +179,24 @@ impl ReadingStore {
             })?;
         }
         Ok(damage)
+    }
+
+    /// Re-hashes the weights of every live slot from the disk: for whoever is about to use them
+    /// with [`ReadingStore::read_weights_blocking`], which does not.
+    ///
+    /// # Errors
+    /// `Damaged` for the first chunk, or `hashes` file, that is not what was committed.
+    pub fn check_weights(&self) -> Result<(), StoreError> {
+        for layer in self.table().layers() {
+            let files = &self.slots[layer.id.index()];
+            for (chunk, expected) in self.chunk_hashes(layer.id)?.iter().enumerate() {
+                let found = files.hash_chunk(&*self.io, Plane::Weight, chunk)?;
+                if found != expected[Plane::Weight as usize] {
+                    return Err(files.mismatch(Plane::Weight, chunk));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Writes `model.safetensors.index.json`: other software then sees the last commit.

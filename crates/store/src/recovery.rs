@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::StoreError;
 use crate::files;
 use crate::io::{Io, Lock, LockKind};
-use crate::layout::{COMMIT_DIR, CONFIG_FILE, Layout, STORE_FILE};
+use crate::layout::{COMMIT_DIR, CONFIG_FILE, Layout, RUN_FILE, STORE_FILE, Unusable};
 use crate::log::{self, COPIES};
 use crate::record::State;
 
@@ -45,6 +45,7 @@ pub(crate) struct Recovered {
 pub(crate) fn recover(io: &dyn Io, dir: &Path) -> Result<Recovered, StoreError> {
     let layout = read_layout(io, dir)?;
     let (number, chosen) = read_log(io, dir)?;
+    let config_json = read_config(io, dir, &layout)?;
     if chosen.state.layers.len() != layout.table.len() {
         let what = format!("its record has {} layers", chosen.state.layers.len());
         return Err(StoreError::damaged(log::path(dir, number, COPIES[chosen.copy]), what));
@@ -56,7 +57,7 @@ pub(crate) fn recover(io: &dyn Io, dir: &Path) -> Result<Recovered, StoreError> 
     warnings.extend(chosen.warnings);
     Ok(Recovered {
         layout,
-        config_json: files::read_text(io, &dir.join(CONFIG_FILE))?,
+        config_json,
         state: chosen.state,
         sequence: chosen.sequence,
         number,
@@ -73,7 +74,7 @@ pub(crate) fn lock(
 ) -> Result<Lock, StoreError> {
     const POLL: Duration = Duration::from_millis(20);
     let path = dir.join(STORE_FILE);
-    if !io.exists(&path) {
+    if !io.exists(&path)? {
         let what = format!("{} is not a store: it has no {STORE_FILE}", dir.display());
         return Err(StoreError::Invalid(what));
     }
@@ -93,7 +94,30 @@ pub(crate) fn lock(
 fn read_layout(io: &dyn Io, dir: &Path) -> Result<Layout, StoreError> {
     let path = dir.join(STORE_FILE);
     let text = files::read(io, &path)?;
-    Layout::from_json(&text).map_err(|e| StoreError::Invalid(format!("{}: {e}", path.display())))
+    match Layout::from_json(&text) {
+        Ok(layout) => Ok(layout),
+        Err(Unusable::Unknown(what)) => {
+            Err(StoreError::Invalid(format!("{}: {what}", path.display())))
+        }
+        Err(Unusable::Damaged(what)) => {
+            // The first file of a creation may be the one that it was interrupted in.
+            newest_log(io, dir)?;
+            Err(StoreError::damaged(path, what))
+        }
+    }
+}
+
+/// Text of `config.json`, which decides how the layers of `layout` are computed.
+fn read_config(io: &dyn Io, dir: &Path, layout: &Layout) -> Result<String, StoreError> {
+    let path = dir.join(CONFIG_FILE);
+    if !io.exists(&path)? {
+        return Err(StoreError::damaged(path, "the file is missing; restore it"));
+    }
+    let text = files::read_text(io, &path)?;
+    match layout.check_config(&text) {
+        Ok(()) => Ok(text),
+        Err(what) => Err(StoreError::damaged(path, format!("{what}; restore it"))),
+    }
 }
 
 /// The newest log's number and what its copies say. Older logs are leftovers: the newest got its
@@ -103,7 +127,7 @@ fn read_log(io: &dyn Io, dir: &Path) -> Result<(u64, log::Chosen), StoreError> {
     let mut copies = [None, None];
     for (copy, extension) in copies.iter_mut().zip(COPIES) {
         let path = log::path(dir, number, extension);
-        if io.exists(&path) {
+        if io.exists(&path)? {
             let bytes = files::read(io, &path)?;
             let parsed = log::parse(number, &bytes)
                 .map_err(|e| StoreError::Invalid(format!("{}: {e}", path.display())))?;
@@ -117,16 +141,19 @@ fn read_log(io: &dyn Io, dir: &Path) -> Result<(u64, log::Chosen), StoreError> {
 }
 
 fn newest_log(io: &dyn Io, dir: &Path) -> Result<u64, StoreError> {
-    let unfinished = || {
-        StoreError::Invalid(format!(
-            "{} is an unfinished store: its creation was interrupted; remove it and create it again",
-            dir.display()
-        ))
-    };
     let commit = dir.join(COMMIT_DIR);
-    if !io.exists(&commit) {
-        return Err(unfinished());
+    let names = if io.exists(&commit)? { io.list(&commit)? } else { Vec::new() };
+    if let Some(number) = names.iter().filter_map(|name| log::number_of(name)).max() {
+        return Ok(number);
     }
-    let names = io.list(&commit)?;
-    names.iter().filter_map(|name| log::number_of(name)).max().ok_or_else(unfinished)
+    // Only a store that was finished can have had a run.
+    if io.exists(&dir.join(RUN_FILE))? {
+        let what = "it holds no commit log although the store was trained; restore it from a copy \
+                    (the weights in layers/ are untouched)";
+        return Err(StoreError::damaged(commit, what));
+    }
+    Err(StoreError::Invalid(format!(
+        "{} is an unfinished store: its creation was interrupted; remove it and create it again",
+        dir.display()
+    )))
 }

@@ -153,7 +153,7 @@ fn open_plane(
 }
 
 fn open_existing(io: &Arc<dyn Io>, path: &Path, access: Access) -> Result<Handle, StoreError> {
-    if !io.exists(path) {
+    if !io.exists(path)? {
         return Err(StoreError::damaged(path, "the file is missing"));
     }
     Ok(Handle::new(io, io.open(path, access)?))

@@ -437,7 +437,7 @@ impl TrainingStore {
 /// Text of `run.json` in `dir`, if there is one.
 pub(crate) fn read_run(io: &dyn Io, dir: &Path) -> Result<Option<String>, StoreError> {
     let path = dir.join(RUN_FILE);
-    if io.exists(&path) { files::read_text(io, &path).map(Some) } else { Ok(None) }
+    if io.exists(&path)? { files::read_text(io, &path).map(Some) } else { Ok(None) }
 }
 
 impl Inner {

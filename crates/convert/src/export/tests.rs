@@ -36,5 +36,5 @@ fn a_disk_too_small_is_an_error_with_the_number() {
     let dir = tempfile::tempdir().unwrap();
     let error = check_space(dir.path(), u64::MAX).unwrap_err();
     assert_eq!(error.kind(), crate::ErrorKind::Space);
-    assert!(error.to_string().contains(&u64::MAX.to_string()), "{error}");
+    assert!(error.to_string().contains(&store::show_bytes(u64::MAX)), "{error}");
 }

@@ -59,7 +59,7 @@ impl Shards {
 
     fn single(dir: &Path) -> Result<Shards, ConvertError> {
         let path = dir.join(SINGLE);
-        if !path.exists() {
+        if !path.try_exists().map_err(ConvertError::io("look for", &path))? {
             return Err(ConvertError::invalid(
                 dir,
                 format!("has neither {SINGLE} nor {INDEX}"),
@@ -73,7 +73,7 @@ impl Shards {
 
     /// Adds the tensors of a file that `wanted` says the index has there (or has nowhere).
     fn add(&mut self, path: &Path, wanted: impl Fn(&str) -> bool) -> Result<(), ConvertError> {
-        if !path.exists() {
+        if !path.try_exists().map_err(ConvertError::io("look for", path))? {
             return Err(ConvertError::invalid(
                 path,
                 "is missing, although the index names it",

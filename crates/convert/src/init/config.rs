@@ -5,6 +5,9 @@ use serde_json::{Map, Value, json};
 
 use crate::ConvertError;
 
+/// What errors call the config: it comes as text, and its file may have any name.
+pub(crate) const NAME: &str = "the config";
+
 const BYTES_BOS: u32 = 256;
 const BYTES_EOS: u32 = 257;
 
@@ -17,7 +20,7 @@ pub(crate) struct Completed {
 
 /// Fills what `text` leaves out; `bytes` says that the tokenizer is the byte tokenizer.
 pub(crate) fn complete(text: &str, bytes: bool) -> Result<Completed, ConvertError> {
-    let failed = |source| ConvertError::Config { path: "config.json".into(), source };
+    let failed = |what| ConvertError::Config { path: NAME.into(), what };
     let json_error = |e: serde_json::Error| failed(ConfigError::Json(e.to_string()));
     let mut config = ModelConfig::from_json(text).map_err(failed)?;
     let mut root: Map<String, Value> = serde_json::from_str(text).map_err(json_error)?;

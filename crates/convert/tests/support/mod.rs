@@ -117,7 +117,7 @@ pub fn refused(src: &Path) -> String {
 
 pub fn assert_clean(io: &dyn Io, error: &ConvertError) {
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
-    assert!(!io.exists(dest()), "left behind after: {error}");
+    assert!(!io.exists(dest()).unwrap(), "left behind after: {error}");
 }
 
 pub fn dest() -> &'static Path {

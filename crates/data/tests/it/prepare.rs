@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use data::{
     DataError, ErrorKind, HEADER_BYTES, Place, Plan, Prepared, Row, Rows, RowsError, Tokenizer,
-    describe, hash_file, list_sources, prepare,
+    describe, hash_file, list_sources, prepare, remove_temporaries,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -166,7 +166,7 @@ proptest! {
         for row in &rows {
             prop_assert!(row.targets.iter().enumerate().all(|(j, target)| target == (j > 0)));
         }
-        Rows::open(case.out()).unwrap().verify().unwrap();
+        prop_assert_eq!(Rows::open_verified(case.out()).unwrap().rows(), prepared.header.rows);
     }
 
     #[test]
@@ -180,6 +180,8 @@ proptest! {
         match Rows::open(case.out()) {
             Ok(rows) => {
                 prop_assert!(at >= HEADER_BYTES as usize);
+                let refused = Rows::open_verified(case.out());
+                prop_assert!(matches!(refused, Err(RowsError::Hash { .. })), "byte {}", at);
                 let noticed = matches!(rows.verify(), Err(RowsError::Hash { .. }));
                 prop_assert!(noticed, "byte {}", at);
                 // Reading may see the damage or not; it never panics.
@@ -280,12 +282,83 @@ fn directories_are_listed_by_name() {
         ("d/a/z.jsonl", b""),
         ("d/a.TXT", b"a"),
         ("d/notes.md", b""),
-        ("d/c.npy", b""),
     ]);
     let directory = case.directory.path().join("d");
     let listed = list_sources(std::slice::from_ref(&directory)).unwrap();
     let names: Vec<_> = listed.iter().map(|path| path.strip_prefix(&directory).unwrap()).collect();
     assert_eq!(names, [Path::new("a/z.jsonl"), Path::new("a.TXT"), Path::new("b.txt")]);
+}
+
+#[test]
+fn token_files_in_directories_are_refused_and_not_skipped() {
+    let case = Case::new(&[("only/a/b.npy", b""), ("mixed/a.txt", b"a"), ("mixed/sub/b.npy", b"")]);
+    for (name, words) in [
+        ("only", "only: no .txt or .jsonl file in this directory; .npy files are given by name"),
+        ("mixed", "b.npy) in one directory; .npy files are given by name"),
+    ] {
+        let directory = case.directory.path().join(name);
+        let error = list_sources(std::slice::from_ref(&directory)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        let text = error.to_string();
+        assert!(text.contains(words) && text.starts_with(directory.to_str().unwrap()), "{text}");
+    }
+    let named = [&case.paths[1], &case.paths[2]].map(PathBuf::clone);
+    assert_eq!(list_sources(&named).unwrap(), named);
+}
+
+/// Makes a pipe, a socket, a device behind a link, and a pipe behind a link; none of them ends.
+#[cfg(unix)]
+fn endless_files(directory: &Path) -> Vec<PathBuf> {
+    let paths = ["pipe.txt", "socket.txt", "device.jsonl", "linked.npy"];
+    let paths = paths.map(|name| directory.join(name));
+    let made = std::process::Command::new("mkfifo").arg(&paths[0]).status().unwrap();
+    assert!(made.success());
+    std::os::unix::net::UnixListener::bind(&paths[1]).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", &paths[2]).unwrap();
+    std::os::unix::fs::symlink(&paths[0], &paths[3]).unwrap();
+    paths.to_vec()
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_regular_file_is_refused_unopened() {
+    let case = Case::new(&[("real/a.txt", b"hello")]);
+    let endless = endless_files(case.directory.path());
+    let (done, waiting) = std::sync::mpsc::channel();
+    // Without the refusal these calls never return, and the thread stays behind.
+    std::thread::spawn(move || {
+        for path in endless {
+            let directory = path.with_extension("d");
+            fs::create_dir(&directory).unwrap();
+            let inside = directory.join(path.file_name().unwrap());
+            std::os::unix::fs::symlink(&path, &inside).unwrap();
+            done.send((path.clone(), list_sources(std::slice::from_ref(&path)).err())).unwrap();
+            done.send((inside, list_sources(&[directory]).err())).unwrap();
+            done.send((path.clone(), hash_file(&path).err())).unwrap();
+        }
+    });
+    for _ in 0..4 * 3 {
+        let answer = waiting.recv_timeout(std::time::Duration::from_secs(20));
+        let (path, error) = answer.expect("a file that never ends was opened");
+        let error = error.unwrap_or_else(|| panic!("{} was taken", path.display()));
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert_eq!(error.to_string(), format!("{} is not a regular file", path.display()));
+    }
+    let link = case.directory.path().join("link.txt");
+    std::os::unix::fs::symlink(&case.paths[0], &link).unwrap();
+    assert_eq!(list_sources(std::slice::from_ref(&link)).unwrap(), std::slice::from_ref(&link));
+    assert_eq!(hash_file(&link).unwrap(), hash_file(&case.paths[0]).unwrap());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_link_to_nothing_in_a_directory_is_not_skipped() {
+    let case = Case::new(&[("d/a.txt", b"a")]);
+    let link = case.directory.path().join("d/b.txt");
+    std::os::unix::fs::symlink("gone.txt", &link).unwrap();
+    let error = list_sources(&[case.directory.path().join("d")]).unwrap_err();
+    assert!(matches!(&error, DataError::Io { path, .. } if *path == link), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
 #[test]
@@ -346,8 +419,10 @@ fn refused(name: &str, content: &[u8], seq_len: u32) -> String {
 fn bad_data_is_refused_by_name_and_place() {
     let wide = |ids: &[i64]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
     let cases: &[(&str, Vec<u8>, &str)] = &[
-        ("a.txt", b"ab".to_vec(), "the data has 3 tokens; one row needs 4"),
-        ("a.txt", vec![], "the data has 1 tokens"),
+        ("a.txt", b"ab".to_vec(), "a.txt: 3 tokens, end-of-sequence"),
+        ("a.txt", b"ab".to_vec(), "needs 4: give more data or a smaller --seq-len (at most 3)"),
+        ("a.txt", vec![], "a.txt, an empty file: 1 token, end-of-sequence"),
+        ("a.jsonl", vec![], "a.jsonl, an empty file: 0 tokens, end-of-sequence"),
         ("a.txt", b"abcdefg\xffh".to_vec(), "a.txt: not valid UTF-8 at byte 7"),
         ("a.txt", b"abcdefg\xc3".to_vec(), "a.txt: not valid UTF-8 at byte 7"),
         ("a.csv", b"abc".to_vec(), "a.csv: not a .txt"),
@@ -379,13 +454,35 @@ fn bad_data_is_refused_by_name_and_place() {
         ("a.npy", npy("<i8", "(5,)", &wide(&[1, -2, 3, 4, 5])), "a.npy, token 1: token id -2"),
         ("a.npy", npy("<i8", "(2, 4)", &wide(&[0, 0, 0, 0, 0, 0, 1 << 40, 0])), "row 1, column 2"),
         ("a.npy", npy("<u2", "(5,)", &u16s(&[1; 4])), "the shape needs 10 bytes"),
-        ("a.npy", npy("<u2", "(0,)", &[]), "the data has 0 tokens"),
+        ("a.npy", npy("<u2", "(0,)", &[]), "a.npy: 0 tokens"),
     ];
     for (name, content, expected) in cases {
         let error = refused(name, content, 4);
         assert!(error.contains(expected), "{error}, not {expected}");
     }
     assert!(refused("a.txt", b"abc", 1).contains("the smallest is 2"));
+}
+
+#[test]
+fn data_too_short_names_files_tokens_and_remedies() {
+    let text = |files: &[(&str, &[u8])]| {
+        let case = Case::new(files);
+        let error = case.prepare(9).unwrap_err().to_string();
+        error.strip_prefix(case.paths[0].to_str().unwrap()).unwrap().to_owned()
+    };
+    let found = "tokens, end-of-sequence tokens included; one row needs 9: give more data";
+    assert_eq!(
+        text(&[("a.txt", b"ab"), ("b.txt", b"c")]),
+        format!(", the first of 2 files: 5 {found} or a smaller --seq-len (at most 5)")
+    );
+    assert_eq!(
+        text(&[("a.txt", b"ab"), ("b.jsonl", b""), ("c.txt", b"")]),
+        format!(
+            ", the first of 3 files (2 of them empty): 4 {found} or a smaller --seq-len (at most 4)"
+        )
+    );
+    // No row length would do here.
+    assert_eq!(text(&[("a.jsonl", b"")]), format!(", an empty file: 0 {found}"));
 }
 
 #[test]
@@ -434,4 +531,77 @@ fn a_failure_leaves_the_old_rows() {
     assert!(case.prepare(2).is_err());
     assert_eq!(fs::read(case.out()).unwrap(), before);
     assert_eq!(fs::read_dir(case.out().parent().unwrap()).unwrap().count(), 1);
+}
+
+fn names_in(directory: &Path) -> Vec<String> {
+    let names = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// One writer begins, another writes the same rows from begin to end, the first goes on.
+#[test]
+fn two_writers_of_one_row_file_do_not_meet() {
+    let case = Case::new(&[("a.txt", &[b'a'; 3000])]);
+    case.prepare(7).unwrap();
+    let alone = fs::read(case.out()).unwrap();
+    fs::remove_file(case.out()).unwrap();
+    let mut between = None;
+    let outer = prepare(&case.plan(7), &case.out(), &mut |_| {
+        between.get_or_insert_with(|| {
+            let inner = case.prepare(7).unwrap();
+            Rows::open_verified(case.out()).unwrap();
+            inner
+        });
+    });
+    assert_eq!(outer.unwrap(), between.unwrap());
+    assert_eq!(fs::read(case.out()).unwrap(), alone);
+    assert_eq!(names_in(case.out().parent().unwrap()), ["rows.bin"]);
+}
+
+#[test]
+fn many_writers_of_one_row_file_agree() {
+    let case = Case::new(&[("a.txt", &[b'a'; 300_000])]);
+    let prepared: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| case.prepare(7).unwrap())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(prepared.windows(2).all(|pair| pair[0] == pair[1]));
+    Rows::open_verified(case.out()).unwrap();
+    assert_eq!(names_in(case.out().parent().unwrap()), ["rows.bin"]);
+}
+
+/// A failure takes its own temporary file away, not another writer's.
+#[test]
+fn a_failure_leaves_the_files_of_other_writers() {
+    let case = Case::new(&[("a.txt", &[b'a'; 3000])]);
+    let bad = Case::new(&[("b.txt", b"\xff")]);
+    let mut seen = Vec::new();
+    prepare(&case.plan(7), &case.out(), &mut |_| {
+        let directory = case.out().parent().unwrap().to_path_buf();
+        assert!(prepare(&bad.plan(7), &case.out(), &mut |_| ()).is_err());
+        seen = names_in(&directory);
+    })
+    .unwrap();
+    let [only] = &seen[..] else { panic!("{seen:?}") };
+    assert!(only.starts_with("rows.bin.") && only.ends_with(".tmp"), "{only}");
+    Rows::open_verified(case.out()).unwrap();
+}
+
+#[test]
+fn leftovers_are_removed_and_nothing_else() {
+    let case = Case::new(&[("a.txt", &[b'a'; 3000])]);
+    let directory = case.out().parent().unwrap().to_path_buf();
+    assert_eq!(remove_temporaries(&directory).unwrap(), 0);
+    case.prepare(7).unwrap();
+    for name in ["rows.bin.tmp", "rows.bin.1-0.tmp", "other.bin.99-7.tmp", "tmp", "notes.tmp.txt"] {
+        fs::write(directory.join(name), b"x").unwrap();
+    }
+    fs::create_dir(directory.join("folder.tmp")).unwrap();
+    assert_eq!(remove_temporaries(&directory).unwrap(), 3);
+    assert_eq!(names_in(&directory), ["folder.tmp", "notes.tmp.txt", "rows.bin", "tmp"]);
+    assert_eq!(remove_temporaries(&directory).unwrap(), 0);
+    let error = remove_temporaries(&case.paths[0]).unwrap_err();
+    assert!(error.to_string().contains("a.txt"), "{error}");
 }

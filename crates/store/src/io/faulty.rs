@@ -297,8 +297,12 @@ impl Io for Faulty {
         }
     }
 
-    fn exists(&self, path: &Path) -> bool {
+    fn exists(&self, path: &Path) -> Result<bool, IoError> {
         self.inner.exists(path)
+    }
+
+    fn is_link(&self, path: &Path) -> Result<bool, IoError> {
+        self.inner.is_link(path)
     }
 
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {

@@ -131,6 +131,9 @@ impl Io for Memory {
 
     fn open(&self, path: &Path, _access: Access) -> Result<FileId, IoError> {
         let mut disk = self.disk();
+        if disk.dirs.contains(path) {
+            return Err(IoError::new("open", path, io::ErrorKind::IsADirectory.into()));
+        }
         let node = disk.names.get(path).cloned();
         let node = node.ok_or_else(|| not_found("open", path))?;
         Ok(disk.keep(node, path))
@@ -185,9 +188,13 @@ impl Io for Memory {
         Ok(())
     }
 
-    fn exists(&self, path: &Path) -> bool {
+    fn exists(&self, path: &Path) -> Result<bool, IoError> {
         let disk = self.disk();
-        disk.names.contains_key(path) || disk.dirs.contains(path)
+        Ok(disk.names.contains_key(path) || disk.dirs.contains(path))
+    }
+
+    fn is_link(&self, _path: &Path) -> Result<bool, IoError> {
+        Ok(false)
     }
 
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {

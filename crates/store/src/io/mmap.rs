@@ -143,8 +143,17 @@ impl Io for Mmap {
         os::sync_dir(dir).map_err(|e| IoError::new("sync directory", dir, e).losing_writes())
     }
 
-    fn exists(&self, path: &Path) -> bool {
-        path.exists()
+    fn exists(&self, path: &Path) -> Result<bool, IoError> {
+        match path.try_exists() {
+            // A path through a file leads nowhere.
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => Ok(false),
+            found => found.map_err(|e| IoError::new("look for", path, e)),
+        }
+    }
+
+    fn is_link(&self, path: &Path) -> Result<bool, IoError> {
+        let data = fs::symlink_metadata(path);
+        Ok(data.map_err(|e| IoError::new("look at", path, e))?.is_symlink())
     }
 
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {

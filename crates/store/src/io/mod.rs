@@ -143,7 +143,10 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     fn create_dir(&self, dir: &Path) -> Result<(), IoError>;
     fn remove_dir(&self, dir: &Path) -> Result<(), IoError>;
     fn sync_dir(&self, dir: &Path) -> Result<(), IoError>;
-    fn exists(&self, path: &Path) -> bool;
+    /// Whether there is something at `path`. What cannot be looked at is an error, not absent.
+    fn exists(&self, path: &Path) -> Result<bool, IoError>;
+    /// Whether `path` itself is a symbolic link.
+    fn is_link(&self, path: &Path) -> Result<bool, IoError>;
     /// Number of names the file has.
     fn link_count(&self, path: &Path) -> Result<u64, IoError>;
     /// Bytes this process may still allocate on the disk that holds `path`.

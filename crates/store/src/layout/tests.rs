@@ -5,17 +5,20 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn table(tied: bool) -> LayerTable {
-    let config = format!(
+fn config(tied: bool) -> String {
+    format!(
         r#"{{"model_type":"llama","vocab_size":40,"hidden_size":8,"intermediate_size":16,
         "num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,
         "tie_word_embeddings":{tied}}}"#
-    );
-    LayerTable::new(&ModelConfig::from_json(&config).unwrap())
+    )
+}
+
+fn table(tied: bool) -> LayerTable {
+    LayerTable::new(&ModelConfig::from_json(&config(tied)).unwrap())
 }
 
 fn text(tied: bool) -> String {
-    Layout::new(&table(tied), Map::new()).unwrap().to_json()
+    Layout::new(&table(tied), &config(tied), Map::new()).unwrap().to_json()
 }
 
 #[test]

@@ -204,3 +204,122 @@ fn unknown_versions_and_dtypes_are_refused_by_name() {
         assert!(matches!(&error, StoreError::Invalid(text) if text.contains(named)), "{error}");
     }
 }
+
+/// Opens for training and for reading, which must agree; nothing may be written.
+fn errors(image: &Image) -> [StoreError; 2] {
+    let memory = Arc::new(Memory::from_image(image.clone()));
+    let io: Arc<dyn Io> = memory.clone();
+    let errors =
+        [open(&io, Path::new(DIR)).unwrap_err(), read(&io, Path::new(DIR)).map(drop).unwrap_err()];
+    assert!(memory.image() == *image, "something was written");
+    errors
+}
+
+fn assert_damaged(image: &Image, name: &str, what: &str) {
+    for error in errors(image) {
+        let StoreError::Damaged { file, .. } = &error else { panic!("{name}: {error}") };
+        assert!(file.ends_with(name) && error.to_string().contains(what), "{error}");
+    }
+}
+
+#[test]
+fn check_weights_finds_damaged_weights_and_hashes_only() {
+    let (image, _, _) = trained();
+    let io: Arc<dyn Io> = Arc::new(Memory::from_image(image.clone()));
+    let state = read(&io, Path::new(DIR)).unwrap().state().clone();
+    read(&io, Path::new(DIR)).unwrap().check_weights().unwrap();
+    let slot = Path::new(DIR).join("layers/1").join(state.layers[2].slot.name());
+    let other = Path::new(DIR).join("layers/1").join(state.layers[2].slot.other().name());
+    for (file, is_found) in [
+        (slot.join("weight.safetensors"), true),
+        (slot.join("hashes"), true),
+        (slot.join("exp_avg.safetensors"), false),
+        (other.join("weight.safetensors"), false),
+    ] {
+        let mut flipped = image.clone();
+        *flipped.files.get_mut(&file).unwrap().last_mut().unwrap() ^= 4;
+        let io: Arc<dyn Io> = Arc::new(Memory::from_image(flipped));
+        match read(&io, Path::new(DIR)).unwrap().check_weights() {
+            Ok(()) => assert!(!is_found, "{}", file.display()),
+            Err(StoreError::Damaged { file: found, .. }) => assert!(is_found && found == file),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_trained_store_without_its_log_is_damaged_not_unfinished() {
+    let (mut image, _, _) = trained();
+    let commit = Path::new(DIR).join("commit");
+    image.files.insert(Path::new(DIR).join("run.json"), b"{}".to_vec());
+    image.files.retain(|path, _| !path.starts_with(&commit));
+    assert_damaged(&image, "commit", "layers/ are untouched");
+    image.dirs.remove(&commit);
+    assert_damaged(&image, "commit", "restore it from a copy");
+}
+
+#[test]
+fn a_config_that_is_not_the_stores_own_is_damage() {
+    let (image, _, _) = trained();
+    let path = Path::new(DIR).join("config.json");
+    let layout = Path::new(DIR).join("store.json");
+    let mut old = image.clone();
+    let text = String::from_utf8(image.files[&layout].clone()).unwrap();
+    let start = text.find("\"config_hash\"").unwrap();
+    let end = start + text[start..].find(',').unwrap() + 1;
+    old.files.insert(layout, format!("{}{}", &text[..start], &text[end..]).into_bytes());
+    let io: Arc<dyn Io> = Arc::new(Memory::from_image(old.clone()));
+    assert_contents(&open(&io, Path::new(DIR)).unwrap().0, 3);
+    for image in [&image, &old] {
+        let config = String::from_utf8(image.files[&path].clone()).unwrap();
+        for (from, to) in [
+            ("\"num_hidden_layers\":2", "\"num_hidden_layers\":16777216"),
+            ("\"vocab_size\":40", "\"vocab_size\":41"),
+            ("\"num_attention_heads\":2", "\"num_attention_heads\":16777216"),
+            ("\"model_type\":\"llama\"", "\"model_type\":\"qwen2\""),
+            ("{", ""),
+        ] {
+            let mut edited = image.clone();
+            assert!(config.contains(from), "{from}");
+            edited.files.insert(path.clone(), config.replacen(from, to, 1).into_bytes());
+            assert_damaged(&edited, "config.json", "the layers in store.json");
+        }
+        let mut missing = image.clone();
+        missing.files.remove(&path);
+        assert_damaged(&missing, "config.json", "is missing; restore it");
+    }
+    // The same layers, computed in another way.
+    let mut edited = image.clone();
+    let config = String::from_utf8(image.files[&path].clone()).unwrap();
+    let config = config.replacen('{', "{\"rope_theta\":20000,", 1);
+    edited.files.insert(path, config.into_bytes());
+    assert_damaged(&edited, "config.json", "not the text that the store was created with");
+}
+
+#[test]
+fn a_layout_that_no_version_wrote_is_damaged() {
+    let (image, _, _) = trained();
+    let path = Path::new(DIR).join("store.json");
+    let text = String::from_utf8(image.files[&path].clone()).unwrap();
+    let lacking = text.replacen("\"chunk_bytes\"", "\"chunk\"", 1);
+    for text in ["", "{\"format_version\":1", "{}", "{\"format_version\":1}", &lacking] {
+        let mut broken = image.clone();
+        broken.files.insert(path.clone(), text.into());
+        assert_damaged(&broken, "store.json", "");
+    }
+}
+
+#[test]
+fn a_directory_in_the_place_of_a_file_is_damage() {
+    let (image, logs, _) = trained();
+    let layer = Path::new(DIR).join("layers/0");
+    let io: Arc<dyn Io> = Arc::new(Memory::from_image(image.clone()));
+    let live = layer.join(read(&io, Path::new(DIR)).unwrap().state().layers[1].slot.name());
+    let files = [logs[0].clone(), live.join("weight.safetensors"), live.join("hashes")];
+    for path in files {
+        let mut broken = image.clone();
+        broken.files.remove(&path);
+        broken.dirs.insert(path.clone());
+        assert_damaged(&broken, path.file_name().unwrap().to_str().unwrap(), "is a directory");
+    }
+}

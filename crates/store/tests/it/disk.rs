@@ -121,6 +121,79 @@ fn a_store_that_cannot_be_written_can_be_read() {
     fs::set_permissions(dir.join("commit"), fs::Permissions::from_mode(0o700)).unwrap();
 }
 
+#[test]
+fn directories_in_the_place_of_files_are_damage_on_disk_too() {
+    for name in ["commit/00000001.log", "layers/0/a/weight.safetensors", "layers/0/a/hashes"] {
+        let temporary = tempfile::tempdir().unwrap();
+        let dir = temporary.path().join("s");
+        let io = mmap_engine(1, true);
+        create_store(&io, &dir, CONFIG).unwrap();
+        fs::remove_file(dir.join(name)).unwrap();
+        fs::create_dir(dir.join(name)).unwrap();
+        let read = read(&io, &dir).and_then(|store| store.check_weights());
+        for error in [read.unwrap_err(), open(&io, &dir).unwrap_err()] {
+            assert!(matches!(error, StoreError::Damaged { .. }), "{name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_looked_at_is_not_missing() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    // A link to itself cannot be followed by anybody, the superuser included.
+    for name in ["layers/0/a/weight.safetensors", "config.json", "store.json"] {
+        let path = dir.join(name);
+        fs::rename(&path, temporary.path().join("kept")).unwrap();
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        assert!(io.exists(&path).is_err());
+        let error = read(&io, &dir).unwrap_err();
+        assert!(matches!(error, StoreError::Io { .. }), "{name}: {error}");
+        fs::remove_file(&path).unwrap();
+        fs::rename(temporary.path().join("kept"), &path).unwrap();
+    }
+    assert!(!io.exists(&dir.join("store.json/below")).unwrap());
+}
+
+#[test]
+fn links_in_slots_are_refused_by_training() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    for (name, target) in [
+        ("layers/0/b", "a"),
+        ("layers/1/b/weight.safetensors", "../a/weight.safetensors"),
+        ("layers/1/b/hashes", "../a/hashes"),
+        ("layers/1/a/exp_avg.safetensors", "../b/exp_avg.safetensors"),
+    ] {
+        let (path, kept) = (dir.join(name), temporary.path().join("kept"));
+        fs::rename(&path, &kept).unwrap();
+        std::os::unix::fs::symlink(target, &path).unwrap();
+        let error = open(&io, &dir).unwrap_err();
+        assert!(
+            matches!(&error, StoreError::Invalid(text) if text.contains(name)
+                && text.contains("symbolic link")),
+            "{error}"
+        );
+        read(&io, &dir).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::rename(&kept, &path).unwrap();
+    }
+    open(&io, &dir).unwrap();
+}
+
+#[test]
+fn a_store_is_not_created_over_a_file() {
+    let temporary = tempfile::tempdir().unwrap();
+    let path = temporary.path().join("file");
+    fs::write(&path, "mine").unwrap();
+    let error = create_store(&mmap_engine(1, true), &path, CONFIG).unwrap_err();
+    assert!(matches!(&error, StoreError::Invalid(text) if text.contains("is a file")), "{error}");
+}
+
 const HOLD: &str = "STORE_TEST_HOLD";
 
 #[test]
