@@ -1,8 +1,8 @@
 """The store as a checkpoint: transformers loads the store's directory itself, and its loss equals ftactor's.
 
 Checks that (1) an export's tensors equal the store's bit for bit, (2) transformers gives the same logits, bit
-for bit, from both, (3) its mean loss on the same rows is that of `ftactor eval` within 1e-4. Exit code 0 if all
-hold. Needs torch, transformers, safetensors.
+for bit, from both, (3) its mean loss on the same rows is that of `ftactor eval` within 1e-4, and (4) its logits
+behind a prompt are ftactor's within 1e-4. Exit code 0 if all hold. Needs torch, transformers, safetensors.
 """
 import argparse
 import json
@@ -10,10 +10,13 @@ import os
 import sys
 import tempfile
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lab
+
+PROMPT = "The harbour was quiet when the two of them came down to the boats, and nobody asked what they carried in the"
 
 
 def arguments():
@@ -39,6 +42,13 @@ def differing_tensors(store, export):
     return sum(not torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
 
 
+def logits_behind(a, prompt, model, file):
+    lab.ftactor(a.ftactor, "generate", "--store", a.store, "--prompt", prompt, "--max-tokens", 0,
+                "--logits", file, "--threads", a.threads)
+    ids = AutoTokenizer.from_pretrained(a.store)(prompt, return_tensors="pt").input_ids
+    return model(input_ids=ids).logits[0, -1], torch.from_numpy(np.fromfile(file, dtype="<f4"))
+
+
 @torch.no_grad()
 def compare(a, work):
     rows_file, export = os.path.join(work, "rows.npy"), os.path.join(work, "export")
@@ -55,6 +65,8 @@ def compare(a, work):
     checks.at_most("logits that differ: store and export", int((output.logits != logits).sum()), 0)
     difference = abs(json.loads(said)["loss"] - output.loss.item())
     checks.at_most("loss: ftactor and transformers", difference, 1e-4)
+    theirs, ours = logits_behind(a, PROMPT, from_store, os.path.join(work, "logits"))
+    checks.at_most("largest difference of logits: ftactor and transformers", float((theirs - ours).abs().max()), 1e-4)
     return checks.exit_code()
 
 

@@ -75,6 +75,9 @@ pub(crate) struct SoloArgs {
     /// Text (.txt, .jsonl), token files (.npy) or directories of texts
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub(crate) data: Vec<PathBuf>,
+    /// One tile of weights and one chunk of state at a time: what reading ahead is worth
+    #[arg(long, hide = true)]
+    pub(crate) no_prefetch: bool,
     #[command(flatten)]
     pub(crate) options: TrainOptions,
     /// Options from a TOML file; flags win
@@ -151,8 +154,12 @@ pub(crate) struct GenerateArgs {
     pub(crate) store: PathBuf,
     #[arg(long, value_name = "TEXT")]
     pub(crate) prompt: String,
+    /// Tokens to write at most
     #[arg(long, default_value_t = 64)]
     pub(crate) max_tokens: usize,
+    /// Write the logits behind the prompt to this file, as float32, for comparisons
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub(crate) logits: Option<PathBuf>,
     /// 0 takes the most likely token
     #[arg(long, default_value_t = 0.8)]
     pub(crate) temperature: f64,

@@ -223,6 +223,11 @@ pub(crate) fn generate(args: &GenerateArgs) -> anyhow::Result<ExitCode> {
     let config = config(&store)?;
     let tokenizer = Tokenizer::load(&args.store)?;
     let mut forward = forward(&store, &config, args.threads)?;
+    if let Some(path) = &args.logits {
+        let logits = forward.next_logits(&tokenizer.encode(&args.prompt)?)?;
+        let bytes: Vec<u8> = logits.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+        std::fs::write(path, bytes).with_context(|| format!("write {}", path.display()))?;
+    }
     let sampling = Sampling {
         max_tokens: args.max_tokens,
         temperature: args.temperature,

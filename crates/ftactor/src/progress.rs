@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use actors::{Event, Observer, StepReport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use telemetry::{Metrics, Phase, ProcessMemory, Resource, StepFacts};
+use telemetry::{MemoryPurpose, Metrics, Phase, ProcessMemory, Resource, StepFacts};
 
 use crate::log::{StepLog, event_line, step_line};
 use crate::out::{errln, outln};
@@ -27,6 +27,8 @@ pub(crate) struct RunObserver {
     log: Option<Mutex<StepLog>>,
     metrics: Metrics,
     last_step: u64,
+    /// Of the model: what the optimizer goes through every step.
+    parameters: u64,
     pace: Mutex<Pace>,
 }
 
@@ -49,6 +51,7 @@ impl RunObserver {
         show: Show,
         first_step: u64,
         last_step: u64,
+        parameters: u64,
         log: Option<StepLog>,
         metrics: Metrics,
     ) -> RunObserver {
@@ -65,6 +68,7 @@ impl RunObserver {
             log: log.map(Mutex::new),
             metrics,
             last_step,
+            parameters,
             pace: Mutex::default(),
         }
     }
@@ -132,6 +136,9 @@ impl RunObserver {
         m.store_written(report.written_bytes);
         m.store_commit(report.phase.commit);
         m.ram_used(report.ram_used_bytes as u64);
+        // W, M, V and the gradient in, W, M, V out; both versions are hashed.
+        m.host_memory(MemoryPurpose::Optimizer, 28 * self.parameters);
+        m.host_memory(MemoryPurpose::Hash, 24 * self.parameters);
         for (layer, facts) in report.layers.iter().enumerate() {
             m.layer_grad_norm(layer, facts.grad_norm);
             m.layer_phase(layer, Phase::Forward, facts.seconds.forward);
@@ -158,7 +165,7 @@ fn step_message(report: &StepReport, left: f64) -> String {
     let (name, seconds) = waits.into_iter().fold(waits[0], |a, b| if b.1 > a.1 { b } else { a });
     let share = 100.0 * seconds / report.seconds;
     format!(
-        "loss {:.4}  norm {:.3}  {rate:.0} tok/s  {moved:.2} GB/s  bound by {name} ({share:.0} %)  ETA {}",
+        "loss {:.4}  norm {:.3}  {rate:.0} tok/s  {moved:.2} GB/s of state  {share:.0} % waiting for {name}  ETA {}",
         report.loss,
         report.grad_norm,
         indicatif::HumanDuration(Duration::from_secs_f64(left.clamp(0.0, 1e9))),

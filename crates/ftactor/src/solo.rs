@@ -134,7 +134,10 @@ pub(crate) fn train(
         }
         return Ok(Ended::Already);
     }
-    let session = open_session(store, config, record, options, budget)?;
+    let mut session = open_session(store, config, record, options, budget)?;
+    if args.no_prefetch {
+        (session.limits.weight_buffers, session.limits.optimizer_chunks) = (1, 1);
+    }
     let summary = run_session(session, runtime, &interrupt, options, args, show)?;
     if let Some(Failure::NotFinite { .. }) = summary.failure.as_deref() {
         // Damaged weights give such losses too, and then that is what has to be told.
@@ -385,7 +388,9 @@ fn run_session(
     let log = options.log.as_deref().map(StepLog::open).transpose()?;
     settle(&session.store, &mut session.record)?;
     let first = session.store.state().step.0;
-    let observer = Arc::new(RunObserver::new(show, first, session.record.steps, log, metrics));
+    let (last, parameters) = (session.record.steps, session.store.table().elements() as u64);
+    let observer = RunObserver::new(show, first, last, parameters, log, metrics);
+    let observer = Arc::new(observer);
     let result = run_segments(&runtime, interrupt, &session, options, args, &observer);
     observer.finish();
     if let Some(server) = server {

@@ -60,32 +60,21 @@ impl Resource {
 /// Why kernels moved bytes through host memory; the value of the label `purpose`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryPurpose {
-    /// Forward and backward of layers on the CPU.
-    Compute,
     /// The parameter update.
     Optimizer,
     /// Chunk hashes.
     Hash,
-    /// Copies between buffers.
-    Copy,
 }
 
 impl MemoryPurpose {
     /// Every purpose.
-    pub const ALL: [MemoryPurpose; 4] = [
-        MemoryPurpose::Compute,
-        MemoryPurpose::Optimizer,
-        MemoryPurpose::Hash,
-        MemoryPurpose::Copy,
-    ];
+    pub const ALL: [MemoryPurpose; 2] = [MemoryPurpose::Optimizer, MemoryPurpose::Hash];
 
     /// The label value.
     pub fn name(self) -> &'static str {
         match self {
-            MemoryPurpose::Compute => "compute",
             MemoryPurpose::Optimizer => "optimizer",
             MemoryPurpose::Hash => "hash",
-            MemoryPurpose::Copy => "copy",
         }
     }
 }
