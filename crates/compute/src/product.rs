@@ -6,9 +6,9 @@
 //! - B's columns are packed once per product and shared by all threads, in pieces of at most
 //!   [`PACKED_BYTES`].
 //!
-//! Why not a library: a general one packs both operands for every block it is given, and the one
-//! measured (faer) takes four columns per pass over a packed panel; `cargo bench --bench layer`
-//! has it beside ours.
+//! Why not a library: none gives equal bits on every instruction set, and the one measured (faer)
+//! packs both operands again for every block it is given. `cargo bench --bench layer` has it beside
+//! ours.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
