@@ -17,7 +17,7 @@ use super::{Accum, equal_parts};
 
 /// Steps of k between two visits to C: `DEPTH` packed rows of B stay in the first-level cache.
 pub(super) const DEPTH: usize = 256;
-/// Rows of A that are packed together when A is read along its columns.
+/// Rows of A that are packed together: with C's part they stay in the second-level cache.
 const PACKED_ROWS: usize = 192;
 /// Elements of the largest micro tile of all instruction sets.
 const LARGEST_TILE: usize = 12 * 32;
