@@ -218,7 +218,7 @@ pub(crate) fn events<'l>(lines: &'l [Value], name: &str) -> Vec<&'l Value> {
 pub(crate) fn contents(dir: &str) -> Vec<(PathBuf, u64)> {
     let mut all = Vec::new();
     walk(Path::new(dir), &mut |file| {
-        all.push((file.to_path_buf(), xxhash_rust::xxh3::xxh3_64(&fs::read(file).unwrap())));
+        all.push((file.to_path_buf(), twox_hash::XxHash3_64::oneshot(&fs::read(file).unwrap())));
     });
     all.sort();
     all

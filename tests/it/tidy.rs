@@ -39,11 +39,10 @@ const EDGES: [(&str, &[&str]); 11] = [
 ];
 
 /// Foreign crates that only one of ours may know.
-const ROOMS: [(&str, &[&str]); 12] = [
+const ROOMS: [(&str, &[&str]); 11] = [
     ("kameo", &["actors"]),
     ("memmap2", &["store"]),
     ("io-uring", &["store"]),
-    ("faer", &["compute"]),
     ("cudarc", &["compute"]),
     ("tokenizers", &["data"]),
     ("quinn", &["net"]),

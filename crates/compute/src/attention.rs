@@ -3,6 +3,7 @@
 //! Invariants:
 //! - a task is a (row, head), in backward a (row, key head) that takes its query heads in order, so
 //!   that bits do not depend on threads;
+//! - blocks of keys are the outer loop: each is packed once and meets all its queries;
 //! - the forward leaves one logsumexp per (row, head, query), from which the backward computes the
 //!   probabilities again.
 //!
@@ -15,13 +16,17 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::MicroShape;
-use crate::product::{Accum, MatMut, MatRef, grid, tile};
+use crate::product::{Accum, DEPTH, MatMut, MatRef, Packed, grid, pack, tile};
 use crate::simd::{self, Kernel};
 
 /// Queries of a tile.
 const QUERIES: usize = 64;
-/// Keys of a tile: tile and operands stay in the second-level cache.
-const KEYS: usize = 512;
+/// Keys of a tile, one part of a product: queries that see fewer use what is packed for all. Tiles
+/// and operands stay in the second-level cache.
+const KEYS: usize = DEPTH;
+/// Elements between the rows of a tile: rows of a power of two would share few sets of the
+/// first-level cache.
+const TILE_STRIDE: usize = KEYS + 16;
 
 /// Sizes of one attention call. A row of `qkv` is H query heads, G key heads, G value heads.
 #[derive(Clone, Copy, Debug)]
@@ -36,27 +41,60 @@ pub(crate) struct Attention {
 }
 
 thread_local! {
-    /// Tiles of one thread: outside the budget, at most 850 KiB.
+    /// Tiles of one thread: outside the budget, 600 KiB for heads of 128 and 8 bytes a position.
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 #[derive(Default)]
 struct Scratch {
+    tiles: Tiles,
+    /// A block of keys and values as the product's kernel wants them.
+    packed: [Vec<f32>; 3],
+    /// `[S]` each.
+    tops: Vec<f32>,
+    sums: Vec<f32>,
+}
+
+/// What one tile of queries works on.
+#[derive(Default)]
+struct Tiles {
+    /// `[QUERIES, TILE_STRIDE]`
     scores: Vec<f32>,
-    other: Vec<f32>,
-    output: Vec<f32>,
-    /// Operands as the product's kernel wants them.
-    packed: Vec<f32>,
-    rows: [Vec<f32>; 2],
+    scores_gradient: Vec<f32>,
+    /// Packed.
+    queries: Vec<f32>,
+    output_gradient: Vec<f32>,
+    /// `[QUERIES]`
+    deltas: Vec<f32>,
 }
 
 impl Scratch {
-    fn size(&mut self, head_dim: usize) {
-        self.scores.resize(QUERIES * KEYS, 0.0);
-        self.other.resize(QUERIES * KEYS, 0.0);
-        self.output.resize(QUERIES * head_dim, 0.0);
-        self.rows.iter_mut().for_each(|rows| rows.resize(QUERIES, 0.0));
+    fn size(&mut self, seq_len: usize) {
+        self.tiles.scores.resize(QUERIES * TILE_STRIDE, 0.0);
+        self.tiles.scores_gradient.resize(QUERIES * TILE_STRIDE, 0.0);
+        self.tiles.deltas.resize(QUERIES, 0.0);
+        self.tops.resize(seq_len, 0.0);
+        self.sums.resize(seq_len, 0.0);
     }
+}
+
+/// A tile of queries, and of a block of keys how many its first query sees (each further one sees one
+/// more) and how many any of them does.
+struct Cut {
+    queries: Range<usize>,
+    visible: usize,
+    keys: usize,
+}
+
+/// The tiles of queries that see any of `keys`.
+fn cuts(keys: &Range<usize>, seq_len: usize) -> impl Iterator<Item = Cut> {
+    let from = keys.clone();
+    ranges(seq_len, QUERIES).filter(move |queries| queries.end > from.start).map(move |queries| {
+        let keys = queries.end.min(from.end) - from.start;
+        // Blocks of keys start where a tile of queries does.
+        let visible = queries.start + 1 - from.start;
+        Cut { queries, visible, keys }
+    })
 }
 
 impl Attention {
@@ -67,7 +105,7 @@ impl Attention {
         let tasks = grid(o, (s, n)).into_par_iter().zip(lse.par_chunks_mut(s)).with_max_len(1);
         tasks.for_each(|((first, column, o), lse)| {
             SCRATCH.with_borrow_mut(|scratch| {
-                scratch.size(n);
+                scratch.size(s);
                 self.forward_head(self.row(qkv, first / s), column / n, o, lse, scratch);
             });
         });
@@ -99,7 +137,7 @@ impl Attention {
                 lse: &lse[row * s * self.heads..][..s * self.heads],
             };
             SCRATCH.with_borrow_mut(|scratch| {
-                scratch.size(self.head_dim);
+                scratch.size(s);
                 self.backward_group(operands, group, d, scratch);
             });
         });
@@ -155,31 +193,28 @@ impl Attention {
         lse: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let n = self.head_dim;
+        let (s, n) = (self.shape.seq_len, self.head_dim);
         let (key, value) = (self.key(head), self.value(head));
-        let Scratch { packed, rows: [tops, sums], .. } = scratch;
-        for queries in ranges(lse.len(), QUERIES) {
-            let count = queries.len();
-            let q = self.head(qkv, head * n, &queries);
-            let output = &mut scratch.output[..count * n];
-            for keys in ranges(queries.end, KEYS) {
-                let scores = &mut scratch.scores[..count * keys.len()];
-                let (k, v) = (self.head(qkv, key, &keys), self.head(qkv, value, &keys));
-                let (replace, scale) = (Accum::Replace, self.scale());
-                tile(square(scores, count), replace, q, k.transpose(), scale, packed);
-                let first = keys.start == 0;
-                let visible = queries.start + 1 - keys.start;
-                let (tops, sums) = (&mut tops[..count], &mut sums[..count]);
-                simd::run(Softmax { scores, visible, first, tops, sums, output });
+        let Scratch { tiles: Tiles { scores, .. }, packed: [k, v, _], tops, sums } = scratch;
+        for keys in ranges(s, KEYS) {
+            let k = pack(self.head(qkv, key, &keys).transpose(), k);
+            let v = pack(self.head(qkv, value, &keys), v);
+            let first = keys.start == 0;
+            for Cut { queries, visible, keys } in cuts(&keys, s) {
+                let (count, accum) = (queries.len(), Accum::Replace);
+                let q = self.head(qkv, head * n, &queries);
+                tile(square(scores, count, keys), accum, q, k, self.scale());
+                let (tops, sums) = (&mut tops[queries.clone()], &mut sums[queries.clone()]);
+                let mut output = o.reborrow().subrows(queries);
+                let earlier = (!first).then(|| output.reborrow());
+                simd::run(Softmax { scores, keys, visible, tops, sums, earlier });
                 let accum = if first { Accum::Replace } else { Accum::Add };
-                let scores = MatRef::new(scores, count, keys.len());
-                tile(square(output, count), accum, scores, v, 1.0, packed);
+                tile(output, accum, tile_of(scores, count, keys), v, 1.0);
             }
-            for (i, row) in output.chunks_exact(n).enumerate() {
-                let to = o.row(queries.start + i);
-                simd::run(Divide { x: row, by: sums[i], y: to });
-                lse[queries.start + i] = tops[i] + sums[i].ln();
-            }
+        }
+        for (i, (lse, (top, sum))) in lse.iter_mut().zip(tops.iter().zip(&*sums)).enumerate() {
+            simd::run(Scale { x: o.row(i), by: 1.0 / sum });
+            *lse = top + sum.ln();
         }
     }
 
@@ -190,67 +225,77 @@ impl Attention {
         mut d: GroupGradient<'_>,
         scratch: &mut Scratch,
     ) {
+        let (s, n) = (self.shape.seq_len, self.head_dim);
+        let members = self.heads / self.kv_heads;
+        let (key, value) = (self.key(group * members), self.value(group * members));
+        let Scratch { tiles, packed: [k_columns, v_columns, k_rows], .. } = scratch;
         d.dk.fill(0.0);
         d.dv.fill(0.0);
-        let members = self.heads / self.kv_heads;
-        for member in 0..members {
-            let columns = member * self.head_dim..(member + 1) * self.head_dim;
-            let dq = d.dq.reborrow().subcols(columns);
-            let head = group * members + member;
-            let (dk, dv) = (d.dk.reborrow(), d.dv.reborrow());
-            self.backward_head(operands, head, dq, (dk, dv), scratch);
+        for keys in ranges(s, KEYS) {
+            let (k, v) =
+                (self.head(operands.qkv, key, &keys), self.head(operands.qkv, value, &keys));
+            let block = Block {
+                keys: keys.clone(),
+                k_columns: pack(k.transpose(), k_columns),
+                v_columns: pack(v.transpose(), v_columns),
+                k_rows: pack(k, k_rows),
+            };
+            for member in 0..members {
+                let mut part = GroupGradient {
+                    dq: d.dq.reborrow().subcols(member * n..(member + 1) * n),
+                    dk: d.dk.reborrow().subrows(keys.clone()),
+                    dv: d.dv.reborrow().subrows(keys.clone()),
+                };
+                let head = group * members + member;
+                self.backward_block(operands, head, &block, &mut part, tiles);
+            }
         }
     }
 
-    fn backward_head(
+    /// What a block of keys adds to the gradients of one query head and of itself.
+    fn backward_block(
         &self,
         operands: Operands<'_>,
         head: usize,
-        mut dq: MatMut<'_>,
-        (mut dk, mut dv): (MatMut<'_>, MatMut<'_>),
-        scratch: &mut Scratch,
+        block: &Block<'_>,
+        d: &mut GroupGradient<'_>,
+        tiles: &mut Tiles,
     ) {
+        let Tiles { scores, scores_gradient, queries: packed_q, output_gradient, deltas } = tiles;
         let (s, n) = (self.shape.seq_len, self.head_dim);
         let (columns, width) = (head * n..head * n + n, self.heads * n);
         let lse = &operands.lse[head * s..][..s];
-        let (key, value) = (self.key(head), self.value(head));
-        let Scratch { scores, other, packed, rows: [deltas, _], .. } = scratch;
-        for queries in ranges(s, QUERIES) {
-            let (start, count) = (queries.start, queries.len());
+        let accum = if block.keys.start == 0 { Accum::Replace } else { Accum::Add };
+        for Cut { queries, visible, keys } in cuts(&block.keys, s) {
+            let count = queries.len();
             let q = self.head(operands.qkv, columns.start, &queries);
-            let rows = start * width..queries.end * width;
+            let rows = queries.start * width..queries.end * width;
             let (o, d_o) = (&operands.o[rows.clone()], &operands.d_o[rows]);
             let deltas = &mut deltas[..count];
             simd::run(RowDots { a: o, b: d_o, width, columns: columns.clone(), out: deltas });
             let d_o = MatRef::new(d_o, count, width).subcols(columns.clone());
-            for keys in ranges(queries.end, KEYS) {
-                let (from, len) = (keys.start, keys.len());
-                let k = self.head(operands.qkv, key, &keys);
-                let v = self.head(operands.qkv, value, &keys);
-                let p = &mut scores[..count * len];
-                let ds = &mut other[..count * len];
-                let replace = Accum::Replace;
-                tile(square(p, count), replace, q, k.transpose(), self.scale(), packed);
-                tile(square(ds, count), replace, d_o, v.transpose(), 1.0, packed);
-                let (visible, scale) = (start + 1 - from, self.scale());
-                simd::run(SoftmaxBackward {
-                    p,
-                    ds,
-                    visible,
-                    lse: &lse[queries.clone()],
-                    deltas,
-                    scale,
-                });
-                let p = MatRef::new(p, count, len).transpose();
-                let ds = MatRef::new(ds, count, len);
-                let (dk, dv) = (dk.reborrow(), dv.reborrow());
-                tile(dv.subrows(keys.clone()), Accum::Add, p, d_o, 1.0, packed);
-                tile(dk.subrows(keys), Accum::Add, ds.transpose(), q, 1.0, packed);
-                let accum = if from == 0 { Accum::Replace } else { Accum::Add };
-                tile(dq.reborrow().subrows(queries.clone()), accum, ds, k, 1.0, packed);
-            }
+            let (replace, scale) = (Accum::Replace, self.scale());
+            tile(square(scores, count, keys), replace, q, block.k_columns, scale);
+            tile(square(scores_gradient, count, keys), replace, d_o, block.v_columns, 1.0);
+            let (p, ds, lse) = (&mut scores[..], &mut scores_gradient[..], &lse[queries.clone()]);
+            simd::run(SoftmaxBackward { p, ds, keys, visible, lse, deltas, scale });
+            let (p, ds) = (tile_of(scores, count, keys), tile_of(scores_gradient, count, keys));
+            let (dk, dv) = (d.dk.reborrow().subrows(0..keys), d.dv.reborrow().subrows(0..keys));
+            tile(dv, Accum::Add, p.transpose(), pack(d_o, output_gradient), 1.0);
+            tile(dk, Accum::Add, ds.transpose(), pack(q, packed_q), 1.0);
+            tile(d.dq.reborrow().subrows(queries), accum, ds, block.k_rows, 1.0);
         }
     }
+}
+
+/// A block of keys and values of one key head, packed for its three products.
+struct Block<'a> {
+    keys: Range<usize>,
+    /// `[K, keys]`
+    k_columns: Packed<'a>,
+    v_columns: Packed<'a>,
+    /// `[keys, K]`
+    k_rows: Packed<'a>,
 }
 
 /// One row's share of the backward's inputs.
@@ -274,54 +319,60 @@ fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(step).map(move |start| start..(start + step).min(len))
 }
 
-fn square(values: &mut [f32], rows: usize) -> MatMut<'_> {
-    let columns = values.len() / rows;
-    MatMut::new(values, rows, columns)
+/// The first columns of a tile.
+fn square(tile: &mut [f32], rows: usize, columns: usize) -> MatMut<'_> {
+    MatMut::new(&mut tile[..rows * TILE_STRIDE], rows, TILE_STRIDE).subcols(0..columns)
 }
 
-/// Scores `[rows, keys]` to exponentials; row i sees its first `visible + i` keys, the others
-/// become 0. Running maximum and sum per row; earlier `output [rows, K]` is rescaled.
+fn tile_of(tile: &[f32], rows: usize, columns: usize) -> MatRef<'_> {
+    MatRef::new(&tile[..rows * TILE_STRIDE], rows, TILE_STRIDE).subcols(0..columns)
+}
+
+/// Scores to exponentials, a row of the tile for each of `tops`; row i sees its first `visible + i`
+/// keys, the others become 0. Running maximum and sum per row, which are new without `earlier`
+/// output; that is rescaled.
 struct Softmax<'a> {
     scores: &'a mut [f32],
+    keys: usize,
     visible: usize,
-    first: bool,
     tops: &'a mut [f32],
     sums: &'a mut [f32],
-    output: &'a mut [f32],
+    earlier: Option<MatMut<'a>>,
 }
 
 impl Kernel for Softmax<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        let keys = self.scores.len() / self.tops.len();
-        let n = self.output.len() / self.tops.len();
-        let rows = self.scores.chunks_exact_mut(keys).zip(self.output.chunks_exact_mut(n));
-        for (i, (scores, output)) in rows.enumerate() {
-            let (seen, hidden) = scores.split_at_mut((self.visible + i).min(keys));
+    fn run(mut self) {
+        for (i, (last_top, sum)) in self.tops.iter_mut().zip(self.sums).enumerate() {
+            let scores = &mut self.scores[i * TILE_STRIDE..][..self.keys];
+            let (seen, hidden) = scores.split_at_mut((self.visible + i).min(self.keys));
             hidden.fill(0.0);
-            let before = if self.first { f32::NEG_INFINITY } else { self.tops[i] };
             let here = simd::max(seen);
+            let before = if self.earlier.is_some() { *last_top } else { f32::NEG_INFINITY };
             let top = if here > before { here } else { before };
             seen.iter_mut().for_each(|s| *s = simd::exp(*s - top));
             let total = simd::sum([seen], |[p]| p);
-            self.tops[i] = top;
-            if self.first {
-                self.sums[i] = total;
-            } else {
-                let factor = simd::exp(before - top);
-                self.sums[i] = self.sums[i] * factor + total;
-                output.iter_mut().for_each(|o| *o *= factor);
-            }
+            *last_top = top;
+            *sum = match &mut self.earlier {
+                Some(output) => {
+                    let factor = simd::exp(before - top);
+                    output.row(i).iter_mut().for_each(|o| *o *= factor);
+                    *sum * factor + total
+                }
+                None => total,
+            };
         }
     }
 }
 
-/// `p`: scores to probabilities; `ds`: their gradient to the gradient of the unscaled scores.
+/// `p`: scores to probabilities; `ds`: their gradient to the gradient of the unscaled scores. Both
+/// are tiles with a row for each of `lse`.
 struct SoftmaxBackward<'a> {
     p: &'a mut [f32],
     ds: &'a mut [f32],
+    keys: usize,
     visible: usize,
     lse: &'a [f32],
     deltas: &'a [f32],
@@ -333,14 +384,14 @@ impl Kernel for SoftmaxBackward<'_> {
 
     #[inline(always)]
     fn run(self) {
-        let keys = self.p.len() / self.lse.len();
-        let rows = self.p.chunks_exact_mut(keys).zip(self.ds.chunks_exact_mut(keys));
-        for (i, (p, ds)) in rows.enumerate() {
-            let visible = (self.visible + i).min(keys);
-            let (lse, delta) = (self.lse[i], self.deltas[i]);
-            p[visible..].fill(0.0);
-            ds[visible..].fill(0.0);
-            for (p, ds) in p[..visible].iter_mut().zip(&mut ds[..visible]) {
+        for (i, (lse, delta)) in self.lse.iter().zip(self.deltas).enumerate() {
+            let visible = (self.visible + i).min(self.keys);
+            let row = i * TILE_STRIDE..i * TILE_STRIDE + self.keys;
+            let (p, hidden_p) = self.p[row.clone()].split_at_mut(visible);
+            let (ds, hidden_ds) = self.ds[row].split_at_mut(visible);
+            hidden_p.fill(0.0);
+            hidden_ds.fill(0.0);
+            for (p, ds) in p.iter_mut().zip(ds) {
                 *p = simd::exp(*p - lse);
                 *ds = *p * (*ds - delta) * self.scale;
             }
@@ -348,19 +399,17 @@ impl Kernel for SoftmaxBackward<'_> {
     }
 }
 
-struct Divide<'a> {
-    x: &'a [f32],
+struct Scale<'a> {
+    x: &'a mut [f32],
     by: f32,
-    y: &'a mut [f32],
 }
 
-impl Kernel for Divide<'_> {
+impl Kernel for Scale<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        let factor = 1.0 / self.by;
-        self.y.iter_mut().zip(self.x).for_each(|(y, x)| *y = x * factor);
+        self.x.iter_mut().for_each(|x| *x *= self.by);
     }
 }
 

@@ -18,7 +18,8 @@ use rayon::prelude::*;
 mod kernel;
 mod matrix;
 
-use kernel::Isa;
+pub(crate) use kernel::{DEPTH, Packed};
+use kernel::{Isa, Left};
 pub(crate) use matrix::{MatMut, MatRef, grid};
 
 /// What a product does with what C holds.
@@ -73,10 +74,10 @@ fn parallel(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
         let packed = room(&mut packed, b.cols().next_multiple_of(panel) * k);
         let pieces: Vec<_> = kernel::pieces(packed, k, panel).collect();
         pieces.into_par_iter().for_each(|piece| piece.pack(b));
-        let packed = &*packed;
+        let packed = Packed::new(packed, k);
         tasks(c, panel).into_par_iter().with_max_len(1).for_each(|(i, j, c)| {
-            let a = a.subrows(i..i + c.rows());
-            isa.block(c, accum, a, (packed, j), 1.0);
+            let a = Left { matrix: a.subrows(i..i + c.rows()), in_place: false };
+            isa.block(c, accum, a, packed.skip_columns(j), 1.0);
         });
     }
     *spare() = packed;
@@ -95,31 +96,22 @@ fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut buffer[..len]
 }
 
-/// `C (+)= alpha * A * B` on the calling thread; `packed` is room for B's packed columns.
-pub(crate) fn tile(
-    c: MatMut<'_>,
-    accum: Accum,
-    a: MatRef<'_>,
-    b: MatRef<'_>,
-    alpha: f32,
-    packed: &mut Vec<f32>,
-) {
-    product_on(Isa::detect(), c, accum, a, b, alpha, packed);
+/// `B [k, n]` as [`tile`] wants it, in a buffer that only grows.
+pub(crate) fn pack<'p>(b: MatRef<'_>, room: &'p mut Vec<f32>) -> Packed<'p> {
+    pack_for(Isa::detect(), b, room)
 }
 
-fn product_on(
-    isa: Isa,
-    c: MatMut<'_>,
-    accum: Accum,
-    a: MatRef<'_>,
-    b: MatRef<'_>,
-    alpha: f32,
-    packed: &mut Vec<f32>,
-) {
-    let (k, panel) = (a.cols(), isa.panel());
-    let packed = room(packed, b.cols().next_multiple_of(panel) * k);
+fn pack_for<'p>(isa: Isa, b: MatRef<'_>, buffer: &'p mut Vec<f32>) -> Packed<'p> {
+    let (k, panel) = (b.rows(), isa.panel());
+    let packed = room(buffer, b.cols().next_multiple_of(panel) * k);
     kernel::pieces(packed, k, panel).for_each(|piece| piece.pack(b));
-    isa.block(c, accum, a, (packed, 0), alpha);
+    Packed::new(packed, k)
+}
+
+/// `C (+)= alpha * A * B` on the calling thread, with the first columns of B, as many as C has, and,
+/// if B has at most [`DEPTH`] rows, with as many of them as A has columns. A is in the caches.
+pub(crate) fn tile(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: Packed<'_>, alpha: f32) {
+    Isa::detect().block(c, accum, Left { matrix: a, in_place: true }, b, alpha);
 }
 
 /// The parts of `c` that are computed on their own, with the row and column they start at.
@@ -185,24 +177,55 @@ mod tests {
         }
     }
 
+    fn fractions(n: usize, seed: usize) -> Vec<f32> {
+        values(n, seed).iter().map(|v| v / 7.0).collect()
+    }
+
+    fn bits(c: &[f32]) -> Vec<u32> {
+        c.iter().map(|c| c.to_bits()).collect()
+    }
+
     #[test]
-    fn every_set_and_block_gives_the_same_bits() {
+    fn every_set_block_and_reading_of_a_gives_the_same_bits() {
         let (m, n, k) = (31, 83, 300);
-        let fractions = |n: usize, seed| values(n, seed).iter().map(|v| v / 7.0).collect();
-        let (a, b): (Vec<f32>, Vec<f32>) = (fractions(m * k, 1), fractions(k * n, 2));
+        let (a, b) = (fractions(m * k, 1), fractions(k * n, 2));
+        let along: Vec<f32> = (0..m * k).map(|e| a[e % m * k + e / m]).collect();
         let mut whole = vec![0.0; m * n];
         nn(&mut whole, Accum::Replace, &a, &b, k);
-        let bits = |c: &[f32]| c.iter().map(|c| c.to_bits()).collect::<Vec<_>>();
+        let ways = [
+            (MatRef::new(&a, m, k), false),
+            (MatRef::new(&along, k, m).transpose(), false),
+            (MatRef::new(&along, k, m).transpose(), true),
+        ];
         for isa in Isa::available() {
-            for (rows, cols) in [(m, n), (1, n), (7, 11)] {
+            for ((rows, cols), (a, in_place)) in
+                [(m, n), (1, n), (7, 11)].into_iter().flat_map(|s| ways.map(|way| (s, way)))
+            {
                 let mut c = vec![0.0; m * n];
                 for (i, j, part) in grid(MatMut::new(&mut c, m, n), (rows, cols)) {
-                    let a = MatRef::new(&a, m, k).subrows(i..i + part.rows());
                     let b = MatRef::new(&b, k, n).subcols(j..j + part.cols());
-                    product_on(isa, part, Accum::Replace, a, b, 1.0, &mut Vec::new());
+                    let mut room = Vec::new();
+                    let b = pack_for(isa, b, &mut room);
+                    let a = Left { matrix: a.subrows(i..i + part.rows()), in_place };
+                    isa.block(part, Accum::Replace, a, b, 1.0);
                 }
-                assert_eq!(bits(&c), bits(&whole), "{isa:?}, blocks of {rows} x {cols}");
+                assert_eq!(bits(&c), bits(&whole), "{isa:?}, {rows} x {cols}, {in_place}");
             }
         }
+    }
+
+    #[test]
+    fn a_packed_matrix_serves_products_with_fewer_of_its_rows_and_columns() {
+        let (m, n, k) = (31, 83, DEPTH);
+        let (less_n, less_k) = (40, 100);
+        let (a, b) = (fractions(m * less_k, 1), fractions(k * n, 2));
+        let a = MatRef::new(&a, m, less_k);
+        let b = MatRef::new(&b, k, n);
+        let (mut c, mut want) = (vec![0.0; m * less_n], vec![0.0; m * less_n]);
+        for (c, b) in [(&mut c, b), (&mut want, b.subrows(0..less_k).subcols(0..less_n))] {
+            let mut room = Vec::new();
+            tile(MatMut::new(c, m, less_n), Accum::Replace, a, pack(b, &mut room), 0.5);
+        }
+        assert_eq!(bits(&c), bits(&want));
     }
 }

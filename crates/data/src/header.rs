@@ -7,7 +7,7 @@
 //! Behind it, row i is at `4096 + i * row_bytes`: S ids (u32), S target bits, S document-start
 //! bits, each kind of bits rounded up to 8 bytes.
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::bits::Bits;
 
@@ -74,7 +74,7 @@ impl RowsHeader {
         ] {
             page[at..at + 8].copy_from_slice(&value.to_le_bytes());
         }
-        let checksum = xxh3_64(&page[..CHECKSUM_AT]);
+        let checksum = XxHash3_64::oneshot(&page[..CHECKSUM_AT]);
         page[CHECKSUM_AT..].copy_from_slice(&checksum.to_le_bytes());
         page
     }
@@ -88,7 +88,7 @@ impl RowsHeader {
         if version != VERSION {
             return Err(format!("row file version {version}; this program reads {VERSION}"));
         }
-        if u64_at(page, CHECKSUM_AT) != xxh3_64(&page[..CHECKSUM_AT]) {
+        if u64_at(page, CHECKSUM_AT) != XxHash3_64::oneshot(&page[..CHECKSUM_AT]) {
             return Err("the header's checksum does not fit".to_owned());
         }
         let header = RowsHeader {

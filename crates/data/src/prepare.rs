@@ -9,7 +9,7 @@
 
 use std::path::{Path, PathBuf};
 
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::error::{DataError, Place};
 use crate::header::RowsHeader;
@@ -162,7 +162,7 @@ impl Plan<'_> {
             words.extend([format, source.bytes, source.hash]);
         }
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        xxh3_64(&bytes)
+        XxHash3_64::oneshot(&bytes)
     }
 }
 

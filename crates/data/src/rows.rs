@@ -6,10 +6,11 @@
 //!   first token is not a target.
 
 use std::fs::File;
+use std::hash::Hasher;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 use crate::bits::Bits;
 use crate::error::ErrorKind;
@@ -156,18 +157,18 @@ impl Rows {
 
     /// Reads the whole file and compares its hash with the header's.
     pub fn verify(&self) -> Result<(), RowsError> {
-        let mut hash = Xxh3Default::new();
+        let mut hash = XxHash3_64::new();
         let mut left = self.header.rows * self.header.row_bytes();
         let mut offset = HEADER_BYTES;
         let mut bytes = vec![0; VERIFY_BYTES.min(left) as usize];
         while left > 0 {
             bytes.truncate(left.min(VERIFY_BYTES) as usize);
             self.read_at(&mut bytes, offset)?;
-            hash.update(&bytes);
+            hash.write(&bytes);
             offset += bytes.len() as u64;
             left -= bytes.len() as u64;
         }
-        let (found, expected) = (hash.digest(), self.header.data_hash);
+        let (found, expected) = (hash.finish(), self.header.data_hash);
         if found == expected {
             return Ok(());
         }

@@ -1,10 +1,11 @@
 //! The files behind the paths that a user gives, and reading them while hashing.
 
 use std::fs::{self, File, Metadata};
+use std::hash::Hasher;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 use crate::error::DataError;
 
@@ -73,7 +74,7 @@ pub(crate) struct SourceReader {
 
 struct Hashing {
     file: File,
-    hash: Xxh3Default,
+    hash: XxHash3_64,
     read_bytes: u64,
 }
 
@@ -84,7 +85,7 @@ impl SourceReader {
         let file = File::open(path).map_err(DataError::io("open data", path))?;
         let metadata = file.metadata().map_err(DataError::io("open data", path))?;
         check_regular(path, &metadata)?;
-        let hashing = Hashing { file, hash: Xxh3Default::new(), read_bytes: 0 };
+        let hashing = Hashing { file, hash: XxHash3_64::new(), read_bytes: 0 };
         Ok(SourceReader {
             path: path.to_path_buf(),
             inner: BufReader::with_capacity(READ_BYTES, hashing),
@@ -133,14 +134,14 @@ impl SourceReader {
         if hashing.read_bytes != self.file_bytes {
             return Err(DataError::Changed { path: self.path });
         }
-        Ok((hashing.read_bytes, hashing.hash.digest()))
+        Ok((hashing.read_bytes, hashing.hash.finish()))
     }
 }
 
 impl Read for Hashing {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let count = self.file.read(bytes)?;
-        self.hash.update(&bytes[..count]);
+        self.hash.write(&bytes[..count]);
         self.read_bytes += count as u64;
         Ok(count)
     }

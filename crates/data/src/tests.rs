@@ -166,7 +166,7 @@ proptest! {
             page[at..at + 4].copy_from_slice(&value.to_le_bytes());
         }
         if sealed {
-            let checksum = xxhash_rust::xxh3::xxh3_64(&page[..4088]);
+            let checksum = twox_hash::XxHash3_64::oneshot(&page[..4088]);
             page[4088..].copy_from_slice(&checksum.to_le_bytes());
         }
         if let Ok(parsed) = RowsHeader::parse(&page) {

@@ -11,7 +11,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::byte_level;
 use crate::cuts::{self, Shape};
@@ -69,7 +69,7 @@ impl Tokenizer {
             engine: Engine::Bytes,
             eos: Some(byte_level::BYTES_EOS),
             vocab_size: byte_level::BYTES_VOCAB_SIZE,
-            digest: xxh3_64(byte_level::json().as_bytes()),
+            digest: XxHash3_64::oneshot(byte_level::json().as_bytes()),
             piece_bytes: Some(PIECE_BYTES),
         }
     }
@@ -90,7 +90,7 @@ impl Tokenizer {
         let path = path.as_ref();
         let json = read(path)?;
         if is_byte_tokenizer(&json) {
-            return Ok(Tokenizer { digest: xxh3_64(&json), ..Tokenizer::bytes() });
+            return Ok(Tokenizer { digest: XxHash3_64::oneshot(&json), ..Tokenizer::bytes() });
         }
         let parse = |source| TokenizerError::Parse { path: path.to_path_buf(), source };
         let shape: Shape = serde_json::from_slice(&json).map_err(|e| parse(Box::new(e)))?;
@@ -103,7 +103,7 @@ impl Tokenizer {
             vocab_size: highest_id(&hub).map_or(0, |id| id.saturating_add(1)),
             engine: Engine::Hub(Box::new(hub)),
             eos: None,
-            digest: xxh3_64(&json),
+            digest: XxHash3_64::oneshot(&json),
             piece_bytes: shape.allows_cuts().then_some(PIECE_BYTES),
         })
     }

@@ -7,12 +7,13 @@
 //!   equal where their data is.
 
 use std::fs::{self, File};
+use std::hash::Hasher;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 use crate::bits::Bits;
 use crate::error::DataError;
@@ -37,7 +38,7 @@ pub(crate) struct RowsWriter {
     file: BufWriter<File>,
     /// Behind `file`, so that the file is closed when it is removed.
     temporary: Temporary,
-    hash: Xxh3Default,
+    hash: XxHash3_64,
     row: OpenRow,
     record: Vec<u8>,
     rows: u64,
@@ -92,7 +93,7 @@ impl RowsWriter {
             path: path.to_path_buf(),
             temporary,
             file: BufWriter::with_capacity(1 << 20, file),
-            hash: Xxh3Default::new(),
+            hash: XxHash3_64::new(),
             row: OpenRow::new(seq_len as usize),
             record: Vec::new(),
             rows: 0,
@@ -145,7 +146,7 @@ impl RowsWriter {
             dropped_tokens: self.dropped_tokens,
             max_id: self.max_id,
             source_digest: totals.source_digest,
-            data_hash: self.hash.digest(),
+            data_hash: self.hash.finish(),
         };
         self.file
             .seek(SeekFrom::Start(0))
@@ -169,7 +170,7 @@ impl RowsWriter {
         }
         targets.append_to(&mut self.record);
         self.row.starts.append_to(&mut self.record);
-        self.hash.update(&self.record);
+        self.hash.write(&self.record);
         let record = std::mem::take(&mut self.record);
         self.write(&record)?;
         self.record = record;

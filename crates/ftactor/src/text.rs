@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use actors::{Failure, Forward};
 use data::{Plan, Rows, Tokenizer};
 use model::ModelConfig;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::progress::ByteBar;
 
@@ -53,7 +53,7 @@ pub(crate) fn prepare_rows(
         let (bytes, hash) = data::hash_file(&source)?;
         key.push_str(&format!(" {} {bytes} {hash}", extension(&source)));
     }
-    let name = format!("tokens/rows-{}.bin", model::hex(xxh3_64(key.as_bytes())));
+    let name = format!("tokens/rows-{}.bin", model::hex(XxHash3_64::oneshot(key.as_bytes())));
     let file = store_dir.join(&name);
     // A file that does not hold what it says is made again.
     if Rows::open_verified(&file).is_ok() {

@@ -1,10 +1,11 @@
 //! [`StateChunk`]: the unit in which the optimizer reads and writes a layer's state.
 
+use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use model::{HostBytes, Plane};
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 use crate::error::{Done, StoreError};
 use crate::hashes::{PlaneHashes, hash};
@@ -28,7 +29,7 @@ impl StateChunk {
 #[derive(Default)]
 #[allow(missing_debug_implementations)]
 pub struct ChunkHasher {
-    planes: [Xxh3Default; 3],
+    planes: [XxHash3_64; 3],
 }
 
 impl ChunkHasher {
@@ -36,13 +37,13 @@ impl ChunkHasher {
     pub fn feed(&mut self, chunk: &StateChunk, bytes: Range<usize>) {
         let blocks = [&chunk.weight, &chunk.exp_avg, &chunk.exp_avg_sq];
         for (plane, block) in self.planes.iter_mut().zip(blocks) {
-            plane.update(&block.bytes()[bytes.clone()]);
+            plane.write(&block.bytes()[bytes.clone()]);
         }
     }
 
     /// Equal to [`StateChunk::hashes`] once all bytes were fed.
     pub fn finish(&self) -> PlaneHashes {
-        [0, 1, 2].map(|plane| self.planes[plane].digest())
+        [0, 1, 2].map(|plane| self.planes[plane].finish())
     }
 }
 

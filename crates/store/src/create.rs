@@ -7,6 +7,7 @@
 //!   call refuses; a failed creation removes what it made.
 
 use std::fmt;
+use std::hash::Hasher;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use std::time::Duration;
 
 use model::{Attempt, CHUNK_BYTES, HostBytes, LayerId, LayerSpec, LayerTable, Slot, Step};
 use serde_json::{Map, Value};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use crate::StoreError;
 use crate::files;
@@ -99,7 +100,7 @@ struct LayerWriter {
     /// Elements written so far.
     next: usize,
     elements: usize,
-    hasher: Xxh3,
+    hasher: XxHash3_64,
     chunks: Vec<u64>,
 }
 
@@ -235,7 +236,7 @@ impl Drop for StoreWriter {
 
 impl LayerWriter {
     fn new(files: SlotFiles, layer: &LayerSpec) -> LayerWriter {
-        let (hasher, chunks) = (Xxh3::new(), Vec::with_capacity(files.chunks()));
+        let (hasher, chunks) = (XxHash3_64::new(), Vec::with_capacity(files.chunks()));
         LayerWriter { files, next: 0, elements: layer.elements(), hasher, chunks }
     }
 
@@ -257,14 +258,14 @@ impl LayerWriter {
     fn write_piece(&mut self, io: &dyn Io, values: &[f32]) -> Result<(), StoreError> {
         let mut block = HostBytes::zeroed(values.len() * ELEMENT_BYTES);
         block.f32s_mut().copy_from_slice(values);
-        self.hasher.update(block.bytes());
+        self.hasher.write(block.bytes());
         let weight = &self.files.planes[0];
         let offset = weight.data_start + (self.next * ELEMENT_BYTES) as u64;
         files::write(io, weight.file.id(), offset, &Arc::new(block))?;
         self.next += values.len();
         if self.next == self.elements || self.next.is_multiple_of(CHUNK_BYTES / ELEMENT_BYTES) {
-            self.chunks.push(self.hasher.digest());
-            self.hasher.reset();
+            self.chunks.push(self.hasher.finish());
+            self.hasher = XxHash3_64::new();
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 //!   ones; nothing is allocated by a length found in it.
 
 use model::{CHUNK_BYTES, Plane};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// One hash per plane, in the order of [`Plane::ALL`].
 pub type PlaneHashes = [u64; 3];
@@ -19,7 +19,7 @@ const CHECKSUM_BYTES: usize = 8;
 
 /// The hash of all contents: XXH3, 64 bits, seed 0.
 pub fn hash(bytes: &[u8]) -> u64 {
-    xxh3_64(bytes)
+    XxHash3_64::oneshot(bytes)
 }
 
 /// Number of chunks of a plane of `bytes`.

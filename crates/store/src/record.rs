@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use model::{Attempt, Slot, Step};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 use crate::hashes::PlaneHashes;
 
@@ -121,7 +121,7 @@ pub(crate) fn encode(log: u64, sequence: u64, kind: RecordKind, state: &State) -
     record.extend((kind as u16).to_le_bytes());
     record.extend([0, 0]);
     record.extend(body);
-    record.extend(xxh3_64_with_seed(&record, log).to_le_bytes());
+    record.extend(XxHash3_64::oneshot_with_seed(log, &record).to_le_bytes());
     record
 }
 
@@ -133,7 +133,7 @@ pub(crate) fn decode(log: u64, bytes: &[u8]) -> Option<RawRecord<'_>> {
     let total = checked.checked_add(CHECKSUM_BYTES)?;
     let checksum = bytes.get(checked..total)?;
     if head[..4] != RECORD_MAGIC
-        || xxh3_64_with_seed(&bytes[..checked], log).to_le_bytes() != checksum
+        || XxHash3_64::oneshot_with_seed(log, &bytes[..checked]).to_le_bytes() != checksum
     {
         return None;
     }

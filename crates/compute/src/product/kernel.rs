@@ -16,7 +16,7 @@ use super::matrix::{MatMut, MatRef};
 use super::{Accum, equal_parts};
 
 /// Steps of k between two visits to C: `DEPTH` packed rows of B stay in the first-level cache.
-pub(super) const DEPTH: usize = 256;
+pub(crate) const DEPTH: usize = 256;
 /// Rows of A that are packed together: with C's part they stay in the second-level cache.
 const PACKED_ROWS: usize = 192;
 /// Elements of the largest micro tile of all instruction sets.
@@ -100,20 +100,17 @@ impl Isa {
         }
     }
 
-    /// `c (+)= alpha * a * B`, with B's columns from `first` on, a multiple of a panel.
+    /// `c (+)= alpha * a * B`, with as many of B's columns and rows as `c` and `a` have.
     pub(super) fn block(
         self,
         c: MatMut<'_>,
         accum: Accum,
-        a: MatRef<'_>,
-        (packed, first): (&[f32], usize),
+        a: Left<'_>,
+        packed: Packed<'_>,
         alpha: f32,
     ) {
-        let k = a.cols();
-        assert_eq!(a.rows(), c.rows(), "a product's rows");
-        assert!(first.is_multiple_of(self.panel()), "a panel's first column");
-        assert!(packed.len() >= (first + c.cols()) * k, "a product's packed columns");
-        let packed = Packed { values: packed, width: packed.len() / k.max(1), first };
+        assert_eq!(a.matrix.rows(), c.rows(), "a product's rows");
+        packed.check(self.panel(), c.cols(), a.matrix.cols());
         PACKED_A.with_borrow_mut(|packed_a| {
             let block = Block { c, accum, a, packed, packed_a, alpha };
             match self.0 {
@@ -319,15 +316,33 @@ impl Lane for Plain {
 }
 
 /// B as [`pieces`] and [`Piece::pack`] laid it out, seen from one of its columns.
-#[derive(Clone, Copy)]
-struct Packed<'a> {
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packed<'a> {
     values: &'a [f32],
+    k: usize,
     /// All columns, filled up to whole panels.
     width: usize,
     first: usize,
 }
 
 impl<'a> Packed<'a> {
+    /// All of `values`, whose pieces are packed, for a B of `k` rows.
+    pub(super) fn new(values: &'a [f32], k: usize) -> Packed<'a> {
+        Packed { values, k, width: values.len() / k.max(1), first: 0 }
+    }
+
+    /// Without the columns before `first`, a multiple of a panel.
+    pub(super) fn skip_columns(self, first: usize) -> Packed<'a> {
+        Packed { first: self.first + first, ..self }
+    }
+
+    /// A product may use fewer rows than were packed only if they are one part.
+    fn check(self, panel: usize, columns: usize, k: usize) {
+        assert!(self.first.is_multiple_of(panel), "a panel's first column");
+        assert!(self.first + columns <= self.width, "a product's packed columns");
+        assert!(k == self.k || (k < self.k && self.k <= DEPTH), "a product's packed rows");
+    }
+
     /// The panels of the next `count` columns in one part of k.
     fn columns(self, depth: &Range<usize>, count: usize) -> &'a [f32] {
         let start = depth.start * self.width + self.first * depth.len();
@@ -335,11 +350,20 @@ impl<'a> Packed<'a> {
     }
 }
 
+/// A, and how it is read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left<'a> {
+    pub(super) matrix: MatRef<'a>,
+    /// Where its columns lie along memory they are read where they are: right for a matrix that is
+    /// near in the caches and not wide.
+    pub(super) in_place: bool,
+}
+
 /// Operands of [`Isa::block`], whose shapes were checked there.
 struct Block<'a> {
     c: MatMut<'a>,
     accum: Accum,
-    a: MatRef<'a>,
+    a: Left<'a>,
     packed: Packed<'a>,
     /// Room for packed rows of A.
     packed_a: &'a mut Vec<f32>,
@@ -354,40 +378,59 @@ thread_local! {
 impl Block<'_> {
     #[inline(always)]
     fn run<V: Lane, const N: usize, const R: usize>(mut self) {
-        if self.a.cols() == 0 && self.accum == Accum::Replace {
+        let a = self.a.matrix;
+        if a.cols() == 0 && self.accum == Accum::Replace {
             self.c.fill(0.0);
         }
-        for depth in depths(self.a.cols()) {
+        for part in depths(self.packed.k) {
+            // One part may be longer than what A has of it.
+            let depth = part.start..part.end.min(a.cols());
+            if depth.is_empty() {
+                return;
+            }
             let add = depth.start > 0 || self.accum == Accum::Add;
-            for rows in equal_parts(self.a.rows(), PACKED_ROWS, R) {
-                let a = self.a.subcols(depth.clone()).subrows(rows.clone());
+            let whole = if self.a.in_place && a.row_stride() == 1 { a.rows() / R * R } else { 0 };
+            if whole > 0 {
+                let rows = a.subcols(depth.clone()).subrows(0..whole);
+                let rows = Rows { start: rows.data().as_ptr(), step: a.col_stride(), group: R };
+                self.rows::<V, N, R>(0..whole, rows, (&part, depth.len()), add);
+            }
+            for rows in equal_parts(a.rows() - whole, PACKED_ROWS, R) {
+                let rows = whole + rows.start..whole + rows.end;
+                let a = a.subcols(depth.clone()).subrows(rows.clone());
                 self.packed_a.resize(rows.len().next_multiple_of(R) * depth.len(), 0.0);
                 pack_rows::<R>(a, self.packed_a);
-                self.rows::<V, N, R>(&rows, &depth, add);
+                let start = self.packed_a.as_ptr();
+                let packed = Rows { start, step: R, group: R * depth.len() };
+                self.rows::<V, N, R>(rows, packed, (&part, depth.len()), add);
             }
         }
     }
 
-    /// The product of the packed rows of A.
+    /// The product of `rows` of A, with `steps` rows of one part of B.
     #[inline(always)]
     fn rows<V: Lane, const N: usize, const R: usize>(
         &mut self,
-        rows: &Range<usize>,
-        depth: &Range<usize>,
+        rows: Range<usize>,
+        a: Rows,
+        (part, steps): (&Range<usize>, usize),
         add: bool,
     ) {
-        let (width, steps) = (N * V::WIDTH, depth.len());
+        let width = N * V::WIDTH;
         let stride = self.c.stride();
-        let panels = self.packed.columns(depth, self.c.cols().next_multiple_of(width));
-        for (j, b) in panels.chunks_exact(width * steps).enumerate() {
+        let tiles = rows.len().div_ceil(R);
+        let panels = self.packed.columns(part, self.c.cols().next_multiple_of(width));
+        for (j, b) in panels.chunks_exact(width * part.len()).enumerate() {
             // While a panel is computed with, the next one comes nearer, a share per tile.
             let next = b.as_ptr().wrapping_add(b.len());
-            let share = b.len() / rows.len().div_ceil(R);
-            for (i, a) in self.packed_a.chunks_exact(R * steps).enumerate() {
+            let share = b.len() / tiles;
+            for i in 0..tiles {
                 let (row, col) = (rows.start + i * R, j * width);
                 let tile = Tile {
-                    a,
+                    a: a.start.wrapping_add(i * a.group),
+                    a_step: a.step,
                     b,
+                    steps,
                     next: next.wrapping_add(i * share),
                     next_step: share.div_ceil(steps),
                     // SAFETY: `row` and `col` are inside C.
@@ -398,11 +441,22 @@ impl Block<'_> {
                     add,
                     alpha: self.alpha,
                 };
-                // SAFETY: the tile's rows and columns are inside C, which is borrowed exclusively.
+                // SAFETY: the tile's rows and columns are inside C, which is borrowed exclusively;
+                // A has R values for each of its steps, packed or in place.
                 unsafe { tile.run::<V, N, R>() };
             }
         }
     }
+}
+
+/// Where the R values of A lie that a step of a micro tile takes.
+#[derive(Clone, Copy)]
+struct Rows {
+    start: *const f32,
+    /// Elements from one step to the next.
+    step: usize,
+    /// Elements from one micro tile's to the next one's.
+    group: usize,
 }
 
 /// Rows of `a`, R at a time (a multiple of 4), as `[k, R]` matrices; missing rows are zero.
@@ -460,6 +514,31 @@ fn transpose(from: MatRef<'_>, width: usize, to: &mut [f32]) {
 }
 
 /// The transpose of a square.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn transpose_square(rows: [[f32; 4]; 4]) -> [[f32; 4]; 4] {
+    use std::arch::x86_64::*;
+    // SAFETY: every x86-64 has these instructions; loads and stores are of whole arrays.
+    unsafe {
+        let [a, b, c, d] = rows.map(|row| _mm_loadu_ps(row.as_ptr()));
+        let (ab, cd) = (_mm_unpacklo_ps(a, b), _mm_unpacklo_ps(c, d));
+        let (ab_high, cd_high) = (_mm_unpackhi_ps(a, b), _mm_unpackhi_ps(c, d));
+        let columns = [
+            _mm_movelh_ps(ab, cd),
+            _mm_movehl_ps(cd, ab),
+            _mm_movelh_ps(ab_high, cd_high),
+            _mm_movehl_ps(cd_high, ab_high),
+        ];
+        columns.map(|column| {
+            let mut to = [0.0; 4];
+            _mm_storeu_ps(to.as_mut_ptr(), column);
+            to
+        })
+    }
+}
+
+/// The transpose of a square.
+#[cfg(not(target_arch = "x86_64"))]
 #[inline(always)]
 fn transpose_square(rows: [[f32; 4]; 4]) -> [[f32; 4]; 4] {
     std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
@@ -467,10 +546,12 @@ fn transpose_square(rows: [[f32; 4]; 4]) -> [[f32; 4]; 4] {
 
 /// One micro tile: R rows and one panel's columns of C.
 struct Tile<'a> {
-    /// `[steps, R]`
-    a: &'a [f32],
-    /// `[steps, N * WIDTH]`
+    /// R values for each step, `a_step` apart.
+    a: *const f32,
+    a_step: usize,
+    /// `[steps, N * WIDTH]`, maybe with further steps behind.
     b: &'a [f32],
+    steps: usize,
     /// What to fetch meanwhile, and elements of it per step.
     next: *const f32,
     next_step: usize,
@@ -485,7 +566,8 @@ struct Tile<'a> {
 
 impl Tile<'_> {
     /// # Safety
-    /// `rows` rows of `cols` elements at `c`, `stride` apart, are there, and nobody else uses them.
+    /// `rows` rows of `cols` elements at `c`, `stride` apart, are there, and nobody else uses them;
+    /// `a` has R values for each step.
     #[inline(always)]
     unsafe fn run<V: Lane, const N: usize, const R: usize>(&self) {
         const { assert!(R * N * V::WIDTH <= LARGEST_TILE) };
@@ -497,17 +579,19 @@ impl Tile<'_> {
                 prefetch::<FIRST>(self.c.wrapping_add(r * self.stride + n * V::WIDTH));
             }
         }
-        let steps = self.a.chunks_exact(R).zip(self.b.chunks_exact(N * V::WIDTH));
-        for (a, b) in steps {
+        assert!(self.steps * N * V::WIDTH <= self.b.len(), "a panel's steps");
+        let (mut a, mut b) = (self.a, self.b.as_ptr());
+        // Counted, with plain pointers: bounds of slices would be worked out in every step.
+        for _ in 0..self.steps {
             // SAFETY: `b` has N registers and `a` R values.
             unsafe {
-                let columns: [V; N] =
-                    std::array::from_fn(|n| V::load(b.as_ptr().add(n * V::WIDTH)));
+                let columns: [V; N] = std::array::from_fn(|n| V::load(b.add(n * V::WIDTH)));
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    let x = V::splat(a.as_ptr().add(r));
+                    let x = V::splat(a.add(r));
                     *sums = std::array::from_fn(|n| x.fma(columns[n], sums[n]));
                 }
             }
+            (a, b) = (a.wrapping_add(self.a_step), b.wrapping_add(N * V::WIDTH));
             prefetch::<SECOND>(next);
             next = next.wrapping_add(self.next_step);
         }

@@ -1,7 +1,7 @@
 //! Logs: choosing between copies, and 20,000 broken ones.
 
 use proptest::prelude::*;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 use super::*;
 use crate::record::tests::state;
@@ -27,7 +27,7 @@ fn raw(number: u64, sequence: u64, kind: u16, body: &[u8]) -> Vec<u8> {
     record.extend(kind.to_le_bytes());
     record.extend([0, 0]);
     record.extend(body);
-    record.extend(xxh3_64_with_seed(&record, number).to_le_bytes());
+    record.extend(XxHash3_64::oneshot_with_seed(number, &record).to_le_bytes());
     record
 }
 
