@@ -20,7 +20,7 @@ use crate::log::StepLog;
 use crate::options::{TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show, human_bytes};
-use crate::run_record::{DataFile, Defaults, RunRecord};
+use crate::run_record::{Defaults, RunRecord};
 use crate::{demo, machine, new_run, text};
 
 const LOCK_WAIT: Duration = Duration::from_secs(10);
@@ -123,8 +123,7 @@ pub(crate) fn train(
     remove_temporary_rows(dir);
     let config = ModelConfig::from_json(store.config_json())
         .with_context(|| format!("config.json of {}", dir.display()))?;
-    let record = run_record(&store, &config, data, options, args.new_run, ram_bytes)?;
-    if store.state().step.0 >= record.steps && !record.reset_first {
+    let Some(run) = decide(&store, &config, data, options, args.new_run, ram_bytes)? else {
         let step = store.state().step.0;
         store.close()?;
         if show != Show::Json {
@@ -133,8 +132,8 @@ pub(crate) fn train(
             );
         }
         return Ok(Ended::Already);
-    }
-    let mut session = open_session(store, config, record, options, budget)?;
+    };
+    let mut session = open_session(store, config, run, options, budget)?;
     if args.no_prefetch {
         (session.limits.weight_buffers, session.limits.optimizer_chunks) = (1, 1);
     }
@@ -178,15 +177,21 @@ fn ram_bytes(options: &TrainOptions) -> anyhow::Result<usize> {
     }
 }
 
-/// The unfinished run's record, or a new one.
-fn run_record(
+/// What a run is: its record, and the rows that the record names, verified.
+struct Run {
+    record: RunRecord,
+    rows: Rows,
+}
+
+/// The unfinished run, or a new one; `None` if all steps are committed.
+fn decide(
     store: &TrainingStore,
     config: &ModelConfig,
     data: &[PathBuf],
     options: &TrainOptions,
     new_run: bool,
     ram_bytes: usize,
-) -> anyhow::Result<RunRecord> {
+) -> anyhow::Result<Option<Run>> {
     let defaults = Defaults {
         max_positions: config.max_positions,
         lr: store.defaults().get("lr").and_then(serde_json::Value::as_f64).unwrap_or(LR),
@@ -194,25 +199,26 @@ fn run_record(
     if let Some(text) = store.read_run()?.filter(|_| !new_run) {
         return resume(store, RunRecord::from_json(&text)?, data, options);
     }
+    check_paths(store, options)?;
     if data.is_empty() {
         return refuse("--data PATH is missing: it says what a new run trains on");
     }
     let shape = crate::run_record::shape(options, defaults)?;
-    let (rows_file, files) = prepare_rows(store, config, data, shape.seq_len)?;
-    let rows = Rows::open(store.dir().join(&rows_file))?;
-    let sampler = batches(&rows, shape.batch_rows);
+    let prepared = text::prepare_rows(store.dir(), config, data, shape.seq_len)?;
+    let sampler = batches(&prepared.rows, shape.batch_rows);
     let steps = options
         .steps
         .unwrap_or_else(|| options.epochs.unwrap_or(1).saturating_mul(sampler.steps_per_epoch()));
     if steps == 0 {
         return refuse("the run has no steps: give --steps or --epochs of at least 1");
     }
-    let mut record = RunRecord::new(options, defaults, steps, files, rows_file)?;
+    let mut record = RunRecord::new(options, defaults, steps, prepared.files, prepared.name)?;
     // What cannot run is refused before anything of the old run is gone.
     let policy = record.policy(options.update)?;
     limits(store.table(), config, &record, policy, ram_bytes)?;
     record.reset_first = store.state().step.0 > 0;
-    Ok(record)
+    check_rows(&prepared.rows, &record, &store.state())?;
+    Ok(Some(Run { record, rows: prepared.rows }))
 }
 
 /// Makes the record the store's, and the store's state fit it. A kill anywhere in here leaves the
@@ -236,7 +242,7 @@ fn resume(
     mut record: RunRecord,
     data: &[PathBuf],
     options: &TrainOptions,
-) -> anyhow::Result<RunRecord> {
+) -> anyhow::Result<Option<Run>> {
     let mut differences = record.differences(options)?;
     if !data.is_empty() {
         differences.extend(data_differences(&record, data)?);
@@ -248,7 +254,9 @@ fn resume(
             differences.join("\n  ")
         ));
     }
-    let rows = Rows::open(store.dir().join(&record.rows_file))?;
+    let unusable =
+        "the token rows of the run cannot be used; start again with --new-run --data PATH";
+    let rows = Rows::open(store.dir().join(&record.rows_file)).context(unusable)?;
     let sampler = batches(&rows, record.batch_rows);
     let wanted =
         options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
@@ -264,7 +272,14 @@ fn resume(
         errln!("note: the run now has {steps} steps instead of {}", record.steps);
         record.steps = steps;
     }
-    Ok(record)
+    if store.state().step.0 >= record.steps && !record.reset_first {
+        return Ok(None);
+    }
+    check_paths(store, options)?;
+    // The whole file is hashed: rot in it would be trained on.
+    rows.verify().context(unusable)?;
+    check_rows(&rows, &record, &store.state())?;
+    Ok(Some(Run { record, rows }))
 }
 
 fn data_differences(record: &RunRecord, data: &[PathBuf]) -> anyhow::Result<Vec<String>> {
@@ -279,23 +294,6 @@ fn data_differences(record: &RunRecord, data: &[PathBuf]) -> anyhow::Result<Vec<
     }
     let names: Vec<&str> = record.data.iter().map(|f| f.path.as_str()).collect();
     Ok(vec![format!("--data: the run was started with {} whose contents differ", names.join(", "))])
-}
-
-/// Tokenises the data into the store, once; what the files were is recorded.
-fn prepare_rows(
-    store: &TrainingStore,
-    config: &ModelConfig,
-    data: &[PathBuf],
-    seq_len: usize,
-) -> anyhow::Result<(String, Vec<DataFile>)> {
-    let mut files = Vec::new();
-    for path in data::list_sources(data)? {
-        let (bytes, hash) = data::hash_file(&path)?;
-        let path = path.display().to_string();
-        files.push(DataFile { path, bytes, hash: model::hex(hash) });
-    }
-    let rows_file = text::prepare_rows(store.dir(), config, data, seq_len)?;
-    Ok((rows_file, files))
 }
 
 /// How many batches there are and where each begins, which no order of the rows changes.
@@ -330,16 +328,11 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
 fn open_session(
     store: TrainingStore,
     config: ModelConfig,
-    record: RunRecord,
+    run: Run,
     options: &TrainOptions,
     budget: Budget,
 ) -> anyhow::Result<Session> {
-    check_paths(&store, options)?;
-    // The whole file is hashed: rot in it would be trained on.
-    let rows = Rows::open_verified(store.dir().join(&record.rows_file)).with_context(
-        || "the token rows of the run cannot be used; start again with --new-run --data PATH",
-    )?;
-    check_rows(&rows, &record, &store.state())?;
+    let Run { record, rows } = run;
     let policy = record.policy(options.update)?;
     let limits = limits(store.table(), &config, &record, policy, budget.total_bytes())?;
     Ok(Session {

@@ -8,6 +8,7 @@ use model::ModelConfig;
 use twox_hash::XxHash3_64;
 
 use crate::progress::ByteBar;
+use crate::run_record::DataFile;
 
 /// Rows that are evaluated together.
 const EVAL_TOKENS: usize = 2048;
@@ -35,29 +36,40 @@ pub(crate) fn eval_rows(
     paths: &[PathBuf],
     seq_len: usize,
 ) -> anyhow::Result<Rows> {
-    let file = prepare_rows(store_dir, config, paths, seq_len)?;
-    Ok(Rows::open(store_dir.join(file))?)
+    Ok(prepare_rows(store_dir, config, paths, seq_len)?.rows)
 }
 
-/// Tokenises data into the store's `tokens/` unless that was done before; the file's name inside
-/// the store follows from the contents of the data, the tokenizer and the row length.
+/// Data as token rows of the store.
+pub(crate) struct PreparedRows {
+    /// Inside the store; follows from the contents of the data, the tokenizer and the row length.
+    pub(crate) name: String,
+    /// Every byte of them was compared with its hash.
+    pub(crate) rows: Rows,
+    /// What they were made of.
+    pub(crate) files: Vec<DataFile>,
+}
+
+/// Tokenises data into the store's `tokens/` unless that was done before.
 pub(crate) fn prepare_rows(
     store_dir: &Path,
     config: &ModelConfig,
     paths: &[PathBuf],
     seq_len: usize,
-) -> anyhow::Result<String> {
+) -> anyhow::Result<PreparedRows> {
     let tokenizer = Tokenizer::load(store_dir)?;
     let mut key = format!("{seq_len} {} {:?}", tokenizer.digest(), config.eos_token);
+    let mut files = Vec::new();
     for source in data::list_sources(paths)? {
         let (bytes, hash) = data::hash_file(&source)?;
         key.push_str(&format!(" {} {bytes} {hash}", extension(&source)));
+        let path = source.display().to_string();
+        files.push(DataFile { path, bytes, hash: model::hex(hash) });
     }
     let name = format!("tokens/rows-{}.bin", model::hex(XxHash3_64::oneshot(key.as_bytes())));
     let file = store_dir.join(&name);
     // A file that does not hold what it says is made again.
-    if Rows::open_verified(&file).is_ok() {
-        return Ok(name);
+    if let Ok(rows) = Rows::open_verified(&file) {
+        return Ok(PreparedRows { name, rows, files });
     }
     let plan = Plan {
         paths,
@@ -68,7 +80,7 @@ pub(crate) fn prepare_rows(
     };
     let bar = ByteBar::new("tokenise");
     data::prepare(&plan, &file, &mut |p| bar.at(p.read_bytes, p.total_bytes))?;
-    Ok(name)
+    Ok(PreparedRows { rows: Rows::open_verified(&file)?, name, files })
 }
 
 fn extension(path: &Path) -> String {
