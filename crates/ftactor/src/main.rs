@@ -13,6 +13,7 @@ mod options;
 mod out;
 mod progress;
 mod run_record;
+mod run_start;
 mod selftest;
 mod solo;
 mod text;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use actors::{ACTOR_NAMES, Failure, FaultPlan, Forward, Observer, Solo, SoloConfig, Summary};
 use anyhow::Context;
-use data::{Order, Rows, Sampler, Tokenizer};
-use model::{Budget, BudgetError, LayerTable, Limits, ModelConfig};
+use data::{Rows, Sampler, Tokenizer};
+use model::{Budget, Limits, ModelConfig};
 use schedule::{End, Policy};
 use store::{ReadingStore, State, TrainingStore};
 use telemetry::{BlockDevice, Metrics, Server};
@@ -20,14 +20,13 @@ use crate::log::StepLog;
 use crate::options::{TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show, human_bytes};
-use crate::run_record::{Defaults, RunRecord};
-use crate::{demo, machine, new_run, text};
+use crate::run_record::RunRecord;
+use crate::run_start::{Run, decide, limits, order, settle};
+use crate::{demo, machine, text};
 
 const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// How long a closing run waits for threads to let go of the store.
 const LET_GO: Duration = Duration::from_secs(2);
-/// Peak learning rate for a store that names none.
-const LR: f64 = 1e-5;
 const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
 pub(crate) fn run(args: &SoloArgs) -> anyhow::Result<ExitCode> {
@@ -153,176 +152,11 @@ fn remove_temporary_rows(dir: &Path) {
     }
 }
 
-/// What would otherwise show only hours into the run.
-fn check_paths(store: &TrainingStore, options: &TrainOptions) -> anyhow::Result<()> {
-    if !options.eval_data.is_empty() {
-        data::list_sources(&options.eval_data)?;
-    }
-    let Some(log) = &options.log else { return Ok(()) };
-    let folder = log.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folder = folder.canonicalize().map_err(|e| {
-        Refused(format!("--log {}: its directory cannot be used: {e}", log.display()))
-    })?;
-    let inside = store.dir().canonicalize().is_ok_and(|dir| folder.starts_with(dir));
-    if inside || log.is_dir() {
-        return refuse(format!("--log {}: give a file outside the store", log.display()));
-    }
-    Ok(())
-}
-
 fn ram_bytes(options: &TrainOptions) -> anyhow::Result<usize> {
     match &options.ram {
         Some(text) => parse_size(text),
         None => Ok((machine::available_ram_bytes() / 2) as usize),
     }
-}
-
-/// What a run is: its record, and the rows that the record names, verified.
-struct Run {
-    record: RunRecord,
-    rows: Rows,
-}
-
-/// The unfinished run, or a new one; `None` if all steps are committed.
-fn decide(
-    store: &TrainingStore,
-    config: &ModelConfig,
-    data: &[PathBuf],
-    options: &TrainOptions,
-    new_run: bool,
-    ram_bytes: usize,
-) -> anyhow::Result<Option<Run>> {
-    let defaults = Defaults {
-        max_positions: config.max_positions,
-        lr: store.defaults().get("lr").and_then(serde_json::Value::as_f64).unwrap_or(LR),
-    };
-    if let Some(text) = store.read_run()?.filter(|_| !new_run) {
-        return resume(store, RunRecord::from_json(&text)?, data, options);
-    }
-    check_paths(store, options)?;
-    if data.is_empty() {
-        return refuse("--data PATH is missing: it says what a new run trains on");
-    }
-    let shape = crate::run_record::shape(options, defaults)?;
-    let prepared = text::prepare_rows(store.dir(), config, data, shape.seq_len)?;
-    let sampler = batches(&prepared.rows, shape.batch_rows);
-    let steps = options
-        .steps
-        .unwrap_or_else(|| options.epochs.unwrap_or(1).saturating_mul(sampler.steps_per_epoch()));
-    if steps == 0 {
-        return refuse("the run has no steps: give --steps or --epochs of at least 1");
-    }
-    let mut record = RunRecord::new(options, defaults, steps, prepared.files, prepared.name)?;
-    // What cannot run is refused before anything of the old run is gone.
-    let policy = record.policy(options.update)?;
-    limits(store.table(), config, &record, policy, ram_bytes)?;
-    record.reset_first = store.state().step.0 > 0;
-    check_rows(&prepared.rows, &record, &store.state())?;
-    Ok(Some(Run { record, rows: prepared.rows }))
-}
-
-/// Makes the record the store's, and the store's state fit it. A kill anywhere in here leaves the
-/// old run, or the new one with its reset still to be done.
-fn settle(store: &TrainingStore, record: &mut RunRecord) -> anyhow::Result<()> {
-    let text = record.to_json()?;
-    if store.read_run()?.as_deref() != Some(text.as_str()) {
-        store.write_run(&text)?;
-    }
-    if record.reset_first {
-        errln!("new run: the weights stay, moments and step numbers start at zero");
-        new_run::reset_moments(store)?;
-        record.reset_first = false;
-        store.write_run(&record.to_json()?)?;
-    }
-    Ok(())
-}
-
-fn resume(
-    store: &TrainingStore,
-    mut record: RunRecord,
-    data: &[PathBuf],
-    options: &TrainOptions,
-) -> anyhow::Result<Option<Run>> {
-    let mut differences = record.differences(options)?;
-    if !data.is_empty() {
-        differences.extend(data_differences(&record, data)?);
-    }
-    if !differences.is_empty() {
-        return refuse(format!(
-            "the store's run has other options:\n  {}\nleave them out to go on with it, or start again \
-             from its weights with --new-run --data PATH",
-            differences.join("\n  ")
-        ));
-    }
-    let unusable =
-        "the token rows of the run cannot be used; start again with --new-run --data PATH";
-    let rows = Rows::open(store.dir().join(&record.rows_file)).context(unusable)?;
-    let sampler = batches(&rows, record.batch_rows);
-    let wanted =
-        options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
-    if let Some(steps) = wanted.filter(|steps| *steps != record.steps) {
-        if steps < record.steps {
-            return refuse(format!(
-                "the run was started for {} steps, of which {} are done; {steps} would change its \
-                 schedule: leave --steps and --epochs out, or start again with --new-run",
-                record.steps,
-                store.state().step.0
-            ));
-        }
-        errln!("note: the run now has {steps} steps instead of {}", record.steps);
-        record.steps = steps;
-    }
-    if store.state().step.0 >= record.steps && !record.reset_first {
-        return Ok(None);
-    }
-    check_paths(store, options)?;
-    // The whole file is hashed: rot in it would be trained on.
-    rows.verify().context(unusable)?;
-    check_rows(&rows, &record, &store.state())?;
-    Ok(Some(Run { record, rows }))
-}
-
-fn data_differences(record: &RunRecord, data: &[PathBuf]) -> anyhow::Result<Vec<String>> {
-    let mut now = Vec::new();
-    for path in data::list_sources(data)? {
-        let (bytes, hash) = data::hash_file(&path)?;
-        now.push((bytes, model::hex(hash)));
-    }
-    let then = record.data.iter().map(|f| (f.bytes, f.hash.clone()));
-    if then.eq(now.iter().cloned()) {
-        return Ok(Vec::new());
-    }
-    let names: Vec<&str> = record.data.iter().map(|f| f.path.as_str()).collect();
-    Ok(vec![format!("--data: the run was started with {} whose contents differ", names.join(", "))])
-}
-
-/// How many batches there are and where each begins, which no order of the rows changes.
-fn batches(rows: &Rows, batch_rows: usize) -> Sampler {
-    Sampler::new(order(rows.rows(), 0, true), batch_rows as u64)
-}
-
-fn order(rows: u64, seed: u64, shuffle: bool) -> Order {
-    Order { seed, rows, shuffle }
-}
-
-/// Rows, record and cursor come from different files: whoever edited one is told.
-fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<()> {
-    if rows.seq_len() as usize != record.seq_len {
-        return refuse(format!(
-            "{} of the store has rows of {} tokens, run.json says {}; start again with --new-run",
-            record.rows_file,
-            rows.seq_len(),
-            record.seq_len
-        ));
-    }
-    if record.reset_first {
-        return Ok(());
-    }
-    let sampler = batches(rows, record.batch_rows);
-    let cursor = data::Cursor { epoch: state.epoch, index: state.index };
-    sampler.check(cursor).map_err(|error| {
-        Refused(format!("run.json does not fit the last commit: {error}; use --new-run")).into()
-    })
 }
 
 fn open_session(
@@ -344,27 +178,6 @@ fn open_session(
         budget,
         limits,
         policy,
-    })
-}
-
-fn limits(
-    table: &LayerTable,
-    config: &ModelConfig,
-    record: &RunRecord,
-    policy: Policy,
-    ram_bytes: usize,
-) -> anyhow::Result<Limits> {
-    let shape = record.shape();
-    let micro = compute::MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    let workspace = compute::workspace(config, micro);
-    let deferred = policy == Policy::Deferred;
-    let at = |shape| Limits::new(table, shape, workspace, deferred, ram_bytes);
-    at(shape).map_err(|error| match error {
-        BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } if record.micro_rows > 1 => {
-            let remedy = String::from(" or choose a smaller --micro-rows");
-            BudgetError::TooSmall { given_bytes, needed_bytes, parts, remedy }.into()
-        }
-        other => other.into(),
     })
 }
 
