@@ -11,7 +11,7 @@ use convert::{Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import
 use data::Tokenizer;
 use model::{Budget, ModelConfig};
 use serde_json::json;
-use store::{Damage, ReadingStore};
+use store::{Damage, ReadingStore, show_bytes};
 
 use crate::cli::{
     DataArgs, EvalArgs, ExportArgs, ExportDtype, GenerateArgs, ImportArgs, InitArgs, StoreArgs,
@@ -19,7 +19,7 @@ use crate::cli::{
 use crate::exit::{self, Refused, refuse};
 use crate::machine;
 use crate::out::{errln, outln};
-use crate::progress::{ByteBar, human_bytes};
+use crate::progress::ByteBar;
 use crate::run_record::RunRecord;
 use crate::text::{self, Sampling};
 
@@ -95,7 +95,7 @@ fn say_made(store: &Path, report: &Report) {
         store.display(),
         report.layers.saturating_sub(2),
         report.parameters,
-        human_bytes(report.parameters * 24),
+        show_bytes(report.parameters * 24),
     );
     report.ignored.iter().for_each(|name| outln!("left out as redundant: {name}"));
     report.warnings.iter().for_each(|warning| errln!("warning: {warning}"));
@@ -159,7 +159,7 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             "{:<8} {:>14} {:>10} {:<4} {:>6} {:>12.4e}  {}",
             spec.name,
             spec.elements(),
-            human_bytes(spec.elements() as u64 * 12),
+            show_bytes(spec.elements() as u64 * 12),
             layer.slot.name(),
             layer.t,
             layer.grad_norm,

@@ -223,14 +223,3 @@ impl Drop for ByteBar {
         self.bar.finish_and_clear();
     }
 }
-
-/// `1.6 GB`, `380 MB`: decimal, as disks are sold.
-pub(crate) fn human_bytes(bytes: u64) -> String {
-    let value = bytes as f64;
-    match bytes {
-        0..1_000_000 => format!("{:.1} kB", value / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} MB", value / 1e6),
-        1_000_000_000..1_000_000_000_000 => format!("{:.2} GB", value / 1e9),
-        _ => format!("{:.2} TB", value / 1e12),
-    }
-}

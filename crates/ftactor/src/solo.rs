@@ -10,7 +10,7 @@ use anyhow::Context;
 use data::{Rows, Sampler, Tokenizer};
 use model::{Budget, Limits, ModelConfig};
 use schedule::{End, Policy};
-use store::{ReadingStore, State, TrainingStore};
+use store::{ReadingStore, State, TrainingStore, show_bytes};
 use telemetry::{BlockDevice, Metrics, Server};
 
 use crate::cli::SoloArgs;
@@ -19,7 +19,7 @@ use crate::interrupt::Interrupt;
 use crate::log::StepLog;
 use crate::options::{TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
-use crate::progress::{RunObserver, Show, human_bytes};
+use crate::progress::{RunObserver, Show};
 use crate::run_record::RunRecord;
 use crate::run_start::{Run, decide, limits, order, settle};
 use crate::{demo, machine, text};
@@ -434,10 +434,10 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
         summary.step,
         state.loss,
         summary.commits,
-        human_bytes(summary.read_bytes),
-        human_bytes(summary.written_bytes),
-        human_bytes(summary.ram_peak_bytes as u64),
-        human_bytes(state_bytes),
+        show_bytes(summary.read_bytes),
+        show_bytes(summary.written_bytes),
+        show_bytes(summary.ram_peak_bytes as u64),
+        show_bytes(state_bytes),
     );
     if let Some(failure) = summary.failure.as_ref().filter(|_| summary.end == End::Failed) {
         errln!("error: {failure}");
