@@ -2,7 +2,6 @@
 
 Same rows, same order, same output. Needs deepspeed, ninja, transformers and libaio's headers.
 """
-import argparse
 import json
 import os
 import resource
@@ -17,16 +16,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+import lab
+
 
 def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("model", metavar="MODEL_DIR")
-    p.add_argument("rows", metavar="ROWS.npy")
+    p = lab.training(__doc__)
     p.add_argument("swap", metavar="SWAP_DIR")
-    p.add_argument("--batch-rows", type=int, default=2)
-    p.add_argument("--steps", type=int, default=4)
-    p.add_argument("--lr", type=float, default=1e-5)
-    p.add_argument("--threads", type=int, default=2)
     return p.parse_args()
 
 

@@ -1,10 +1,37 @@
-"""What the comparisons share: running ftactor, token rows, tensors of a checkpoint, a table of checks."""
+"""What the scripts share: arguments, running ftactor, token rows, tensors of a checkpoint, a table of checks."""
+import argparse
 import json
 import os
 import subprocess
 import sys
 
 import numpy as np
+
+
+def parser(about):
+    """What every script begins with: its text as help, and how many threads compute."""
+    p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--threads", type=int, default=2)
+    return p
+
+
+def comparison(about):
+    """What the scripts share that run ftactor beside something else on token rows."""
+    p = parser(about)
+    p.add_argument("--ftactor", default="ftactor", metavar="BINARY")
+    p.add_argument("--text", metavar="FILE", help="take the rows from this text (default: random tokens)")
+    return p
+
+
+def training(about):
+    """What the scripts share that train a model on rows in their order."""
+    p = parser(about)
+    p.add_argument("model", metavar="MODEL_DIR")
+    p.add_argument("rows", metavar="ROWS.npy")
+    p.add_argument("--batch-rows", type=int, default=2)
+    p.add_argument("--steps", type=int, default=4)
+    p.add_argument("--lr", type=float, default=1e-5)
+    return p
 
 
 class Checks:

@@ -4,7 +4,6 @@ Checks that (1) an export's tensors equal the store's bit for bit, (2) transform
 for bit, from both, (3) its mean loss on the same rows is that of `ftactor eval` within 1e-4, and (4) its logits
 behind a prompt are ftactor's within 1e-4. Exit code 0 if all hold. Needs torch, transformers, safetensors.
 """
-import argparse
 import json
 import os
 import sys
@@ -20,13 +19,10 @@ PROMPT = "The harbour was quiet when the two of them came down to the boats, and
 
 
 def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = lab.comparison(__doc__)
     p.add_argument("store", metavar="STORE", help="a store that nobody is training")
-    p.add_argument("--ftactor", default="ftactor", metavar="BINARY")
-    p.add_argument("--text", metavar="FILE", help="take the rows from this text (default: random tokens)")
     p.add_argument("--rows", type=int, default=4)
     p.add_argument("--seq-len", type=int, default=128)
-    p.add_argument("--threads", type=int, default=2)
     return p.parse_args()
 
 

@@ -3,7 +3,6 @@
 Compares losses, gradient norms, each tensor's whole update (its direction, as cosine, and its length), and the
 part of it that is weight decay. Exit code 0 if every line holds. Needs torch, transformers, safetensors; both sides compute in float32.
 """
-import argparse
 import os
 import subprocess
 import sys
@@ -15,17 +14,14 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = lab.comparison(__doc__)
     p.add_argument("model", metavar="MODEL_DIR", help="a float32 Hugging Face directory")
-    p.add_argument("--ftactor", default="ftactor", metavar="BINARY")
-    p.add_argument("--text", metavar="FILE", help="take the rows from this text (default: random tokens)")
     p.add_argument("--seq-len", type=int, default=512)
     p.add_argument("--batch-rows", type=int, default=2)
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--wd", type=float, default=0.1)
     p.add_argument("--clip", type=float, default=1.0)
-    p.add_argument("--threads", type=int, default=2)
     p.add_argument("--work", metavar="DIR", help="keep everything here (default: a temporary directory)")
     return p.parse_args()
 

@@ -4,7 +4,6 @@ ROWS.npy is a 2-D integer array (rows, seq_len); step i takes rows i*B .. i*B+B 
 start again at the end. Prints one JSON object a step, at last one with the peak of resident memory.
 Needs torch and transformers.
 """
-import argparse
 import json
 import resource
 import time
@@ -13,19 +12,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+import lab
+
 
 def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("model", metavar="MODEL_DIR")
-    p.add_argument("rows", metavar="ROWS.npy")
-    p.add_argument("--batch-rows", type=int, default=2)
-    p.add_argument("--steps", type=int, default=4)
-    p.add_argument("--lr", type=float, default=1e-5)
+    p = lab.training(__doc__)
     p.add_argument("--wd", type=float, default=0.0, help="decoupled weight decay, on matrices only")
     p.add_argument("--clip", type=float, default=1.0, help="largest norm of the whole gradient")
     p.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="bf16: autocast")
     p.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    p.add_argument("--threads", type=int, default=2)
     p.add_argument("--save", metavar="DIR", help="write the trained model")
     return p.parse_args()
 
