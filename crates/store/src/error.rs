@@ -25,7 +25,7 @@ pub enum StoreError {
     /// Neither is known where 0.
     #[error("{}", no_space(path, *needed, *available))]
     NoSpace { path: PathBuf, needed: u64, available: u64 },
-    #[error("cannot {context} {}: {source}", path.display())]
+    #[error("cannot {context} {}: {source}{}", path.display(), remedy(source))]
     Io { context: &'static str, path: PathBuf, source: io::Error },
     #[error("the store {} is in use by another process", dir.display())]
     InUse { dir: PathBuf },
@@ -69,6 +69,18 @@ fn unlike_a_file(error: &IoError) -> Option<&'static str> {
         io::ErrorKind::UnexpectedEof => Some("it ends early"),
         io::ErrorKind::IsADirectory => Some("it is a directory"),
         _ => None,
+    }
+}
+
+/// What the user can do about an error that is no fault of the disk.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EMFILE) => "; raise the limit with `ulimit -n`",
+        Some(libc::ENFILE) => {
+            "; the whole system has too many: end other programs or raise fs.file-max, and see \
+             `ulimit -n`"
+        }
+        _ => "",
     }
 }
 

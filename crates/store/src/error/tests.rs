@@ -20,6 +20,18 @@ fn a_full_disk_says_only_what_is_known() {
 }
 
 #[test]
+fn too_many_open_files_name_the_limit() {
+    let text = |number| {
+        let source = io::Error::from_raw_os_error(number);
+        StoreError::from(IoError::new("open", Path::new("/d/f"), source)).to_string()
+    };
+    assert!(text(libc::EMFILE).starts_with("cannot open /d/f: Too many open files"));
+    assert!(text(libc::EMFILE).ends_with("; raise the limit with `ulimit -n`"));
+    assert!(text(libc::ENFILE).contains("fs.file-max"));
+    assert!(!text(libc::EIO).contains("limit"));
+}
+
+#[test]
 fn sizes_are_decimal() {
     for (bytes, text) in [
         (0, "0 bytes"),
