@@ -6,7 +6,7 @@
 //! - an invalid tail with nothing valid behind it is a torn append; an invalid record with a valid
 //!   one behind it is damage;
 //! - both copies carry the same bytes; a copy that lags or is damaged is outvoted by an intact one
-//!   unless it holds a record that the intact one lacks.
+//!   unless it holds a record that the intact one lacks. One that cannot be read counts as missing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -122,15 +122,15 @@ pub(crate) struct Chosen {
     pub(crate) warnings: Vec<String>,
 }
 
-/// Chooses between the copies (`None`: the file is missing) of the log `name`; the `Err` says
-/// what is damaged.
-pub(crate) fn choose(name: &str, copies: [Option<Parsed>; 2]) -> Result<Chosen, String> {
+/// Chooses between the copies (or why one is not to be had) of the log `name`; the `Err` says what
+/// is damaged.
+pub(crate) fn choose(name: &str, copies: [Result<Parsed, String>; 2]) -> Result<Chosen, String> {
     let mut warnings = Vec::new();
     for (extension, parsed) in COPIES.iter().zip(&copies) {
-        warnings.extend(complaint(parsed.as_ref()).map(|c| format!("{name}.{extension} {c}")));
+        warnings.extend(complaint(parsed).map(|c| format!("{name}.{extension} {c}")));
     }
     let highest = copies.iter().flatten().filter_map(Parsed::highest_sequence).max();
-    let [first, second] = copies.map(|copy| copy.and_then(Parsed::intact));
+    let [first, second] = copies.map(|copy| copy.ok().and_then(Parsed::intact));
     if let (Some((a, x)), Some((b, y))) = (&first, &second)
         && a.0 == b.0
         && format!("{:?}", a.1) != format!("{:?}", b.1)
@@ -155,16 +155,12 @@ pub(crate) fn choose(name: &str, copies: [Option<Parsed>; 2]) -> Result<Chosen, 
     Ok(Chosen { sequence, state, torn_at, copy: usize::from(second_wins), warnings })
 }
 
-fn complaint(parsed: Option<&Parsed>) -> Option<String> {
-    match parsed {
-        None => Some("is missing".into()),
-        Some(Parsed { tail: Tail::Damaged { at, .. }, .. }) => {
-            Some(format!("is damaged at byte {at}"))
-        }
-        Some(Parsed { tail: Tail::Torn { at }, .. }) => {
-            Some(format!("has an incomplete record at byte {at}"))
-        }
-        Some(Parsed { tail: Tail::Clean, .. }) => None,
+fn complaint(copy: &Result<Parsed, String>) -> Option<String> {
+    match copy.as_ref().map(|parsed| &parsed.tail) {
+        Err(why) => Some(why.clone()),
+        Ok(Tail::Damaged { at, .. }) => Some(format!("is damaged at byte {at}")),
+        Ok(Tail::Torn { at }) => Some(format!("has an incomplete record at byte {at}")),
+        Ok(Tail::Clean) => None,
     }
 }
 

@@ -121,7 +121,7 @@ pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), 
     let commit = dir.join(COMMIT_DIR);
     for name in io.list(&commit)? {
         if log::number_of(&name).is_some_and(|number| number < log) {
-            io.unlink(&commit.join(name))?;
+            remove_log(io, &commit.join(name))?;
         }
     }
     files::remove_temporaries(io, &commit)?;
@@ -132,4 +132,13 @@ pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), 
         io.unlink(&scratch.join(name))?;
     }
     Ok(())
+}
+
+/// Removes a copy of an old log. A directory in its place is none, and whoever put it there has a
+/// use for it.
+fn remove_log(io: &dyn Io, path: &Path) -> Result<(), IoError> {
+    match io.unlink(path) {
+        Err(error) if error.source.kind() == ErrorKind::IsADirectory => Ok(()),
+        removed => removed,
+    }
 }

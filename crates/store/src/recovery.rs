@@ -8,7 +8,7 @@ use crate::StoreError;
 use crate::files;
 use crate::io::{Io, Lock, LockKind};
 use crate::layout::{COMMIT_DIR, CONFIG_FILE, Layout, RUN_FILE, STORE_FILE, Unusable};
-use crate::log::{self, COPIES};
+use crate::log::{self, COPIES, Parsed};
 use crate::record::State;
 
 /// What opening a store found and did.
@@ -124,20 +124,44 @@ fn read_config(io: &dyn Io, dir: &Path, layout: &Layout) -> Result<String, Store
 /// name only after it restated what they say.
 fn read_log(io: &dyn Io, dir: &Path) -> Result<(u64, log::Chosen), StoreError> {
     let number = newest_log(io, dir)?;
-    let mut copies = [None, None];
-    for (copy, extension) in copies.iter_mut().zip(COPIES) {
-        let path = log::path(dir, number, extension);
-        if io.exists(&path)? {
-            let bytes = files::read(io, &path)?;
-            let parsed = log::parse(number, &bytes)
-                .map_err(|e| StoreError::Invalid(format!("{}: {e}", path.display())))?;
-            *copy = Some(parsed);
-        }
+    let mut unreadable = None;
+    let mut read = |copy| {
+        let path = log::path(dir, number, copy);
+        read_copy(io, &path, number, &mut unreadable)
+    };
+    let copies = [read(COPIES[0])?, read(COPIES[1])?];
+    if let (true, Some(error)) = (copies.iter().all(Result::is_err), unreadable) {
+        return Err(error);
     }
     let name = format!("{number:08}");
     let chosen = log::choose(&name, copies)
         .map_err(|what| StoreError::damaged(log::path(dir, number, COPIES[0]), what))?;
     Ok((number, chosen))
+}
+
+/// What a copy says, or why it says nothing and the other one has to do; the first failure to read
+/// stays in `unreadable`.
+fn read_copy(
+    io: &dyn Io,
+    path: &Path,
+    number: u64,
+    unreadable: &mut Option<StoreError>,
+) -> Result<Result<Parsed, String>, StoreError> {
+    let bytes = match read_if_there(io, path) {
+        Ok(Some(bytes)) => bytes,
+        Ok(None) => return Ok(Err("is missing".into())),
+        Err(error) => {
+            let why = format!("cannot be read ({error})");
+            unreadable.get_or_insert(error);
+            return Ok(Err(why));
+        }
+    };
+    let unknown = |what| StoreError::Invalid(format!("{}: {what}", path.display()));
+    log::parse(number, &bytes).map(Ok).map_err(unknown)
+}
+
+fn read_if_there(io: &dyn Io, path: &Path) -> Result<Option<Vec<u8>>, StoreError> {
+    if io.exists(path)? { files::read(io, path).map(Some) } else { Ok(None) }
 }
 
 fn newest_log(io: &dyn Io, dir: &Path) -> Result<u64, StoreError> {

@@ -77,16 +77,17 @@ fn a_repeated_record_is_damage() {
 fn the_better_copy_is_chosen() {
     let copy = |steps: u64, cut: usize| {
         let bytes = log_of(1, steps);
-        Some(parse(1, &bytes[..bytes.len() - cut]).unwrap())
+        Ok(parse(1, &bytes[..bytes.len() - cut]).unwrap())
     };
+    let missing = || Err(String::from("is missing"));
     for (first, second, expected) in [
         (copy(3, 0), copy(3, 0), Some((3, 0, None))),
         (copy(3, 1), copy(3, 0), Some((3, 1, None))),
         (copy(3, 1), copy(2, 0), Some((2, 1, None))),
-        (copy(3, 1), None, Some((2, 0, Some(())))),
-        (None, copy(3, 0), Some((3, 1, None))),
+        (copy(3, 1), missing(), Some((2, 0, Some(())))),
+        (missing(), copy(3, 0), Some((3, 1, None))),
         (copy(2, 0), copy(3, 0), Some((3, 1, None))),
-        (None, None, None),
+        (missing(), missing(), None),
         (copy(0, 1), copy(0, 1), None),
     ] {
         let chosen = choose("1", [first, second]).ok();
@@ -99,10 +100,10 @@ fn the_better_copy_is_chosen() {
 fn a_record_behind_damage_that_the_other_copy_lacks_is_not_given_up() {
     let mut damaged = log_of(1, 3);
     damaged[log_of(1, 1).len() + 30] ^= 1;
-    let damaged = || Some(parse(1, &damaged).unwrap());
-    let lagging = Some(parse(1, &log_of(1, 2)).unwrap());
+    let damaged = || Ok(parse(1, &damaged).unwrap());
+    let lagging = Ok(parse(1, &log_of(1, 2)).unwrap());
     assert!(choose("1", [damaged(), lagging]).unwrap_err().contains("behind damage"));
-    let whole = Some(parse(1, &log_of(1, 3)).unwrap());
+    let whole = Ok(parse(1, &log_of(1, 3)).unwrap());
     assert_eq!(choose("1", [damaged(), whole]).unwrap().state.step.0, 3);
 }
 
@@ -110,7 +111,7 @@ fn a_record_behind_damage_that_the_other_copy_lacks_is_not_given_up() {
 fn copies_that_disagree_are_damage() {
     let with = |step: u64| {
         let record = record::encode(1, 10, RecordKind::Open, &state_of(step));
-        Some(parse(1, &[&head(1)[..], &record[..]].concat()).unwrap())
+        Ok(parse(1, &[&head(1)[..], &record[..]].concat()).unwrap())
     };
     assert!(choose("1", [with(1), with(2)]).unwrap_err().contains("disagree"));
 }
@@ -164,7 +165,7 @@ proptest! {
         if let Ok(Parsed { tail: Tail::Clean, last }) = &parsed {
             prop_assert!(last.is_some());
         }
-        let _ = choose("1", [parsed.ok(), None]);
+        let _ = choose("1", [parsed, Err("is missing".into())]);
     }
 }
 

@@ -57,6 +57,49 @@ fn no_state_file_is_sparse() {
 }
 
 #[test]
+fn a_directory_in_place_of_one_log_copy_is_a_missing_copy() {
+    for copy in ["log", "mirror"] {
+        let temporary = tempfile::tempdir().unwrap();
+        let dir = temporary.path().join("s");
+        let io = mmap_engine(1, true);
+        create_store(&io, &dir, CONFIG).unwrap();
+        let (store, _) = open(&io, &dir).unwrap();
+        train_step(&store).unwrap();
+        store.close().unwrap();
+        let name = format!("00000002.{copy}");
+        let path = dir.join("commit").join(&name);
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        let named = |warnings: &[String]| {
+            warnings.iter().any(|w| w.contains(&name) && w.contains("is a directory"))
+        };
+        assert!(named(&read(&io, &dir).unwrap().recovery().warnings), "{copy}");
+        let (store, recovery) = open(&io, &dir).unwrap();
+        assert!(named(&recovery.warnings), "{recovery:?}");
+        assert_contents(&store, 1);
+        train_step(&store).unwrap();
+        store.close().unwrap();
+        let (store, recovery) = open(&io, &dir).unwrap();
+        assert_eq!(recovery.warnings, Vec::<String>::new());
+        assert_contents(&store, 2);
+    }
+}
+
+#[test]
+fn directories_in_place_of_both_log_copies_are_damage() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    for copy in ["log", "mirror"] {
+        let path = dir.join(format!("commit/00000001.{copy}"));
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+    }
+    assert!(matches!(open(&io, &dir), Err(StoreError::Damaged { .. })));
+}
+
+#[test]
 fn a_slot_file_with_a_second_name_is_never_written() {
     let temporary = tempfile::tempdir().unwrap();
     let dir = temporary.path().join("s");
@@ -123,7 +166,7 @@ fn a_store_that_cannot_be_written_can_be_read() {
 
 #[test]
 fn directories_in_the_place_of_files_are_damage_on_disk_too() {
-    for name in ["commit/00000001.log", "layers/0/a/weight.safetensors", "layers/0/a/hashes"] {
+    for name in ["layers/0/a/weight.safetensors", "layers/0/a/hashes"] {
         let temporary = tempfile::tempdir().unwrap();
         let dir = temporary.path().join("s");
         let io = mmap_engine(1, true);

@@ -35,6 +35,19 @@ fn a_failed_sync_poisons_until_the_store_is_opened_again() {
 }
 
 #[test]
+fn a_log_copy_that_cannot_be_read_is_a_missing_one() {
+    // store.json is read first, then the two copies.
+    for (copy, read) in [("log", 2), ("mirror", 3)] {
+        let (faulty, io) = faulty();
+        faulty.fail(OpKind::Read, read, Fault::Eio);
+        let (store, recovery) = open(&io, Path::new(DIR)).unwrap();
+        assert_contents(&store, 0);
+        let named = |w: &&String| w.contains(&format!(".{copy} cannot be read"));
+        assert_eq!(recovery.warnings.iter().filter(named).count(), 1, "{recovery:?}");
+    }
+}
+
+#[test]
 fn a_failed_write_fails_the_attempt_and_the_next_one_succeeds() {
     for fault in [Fault::Eio, Fault::Short] {
         let (faulty, io) = faulty();
