@@ -305,7 +305,7 @@ pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
 fn open(dir: &Path) -> anyhow::Result<ReadingStore> {
     let io = machine::engine(machine::store_bytes(dir));
     let store = ReadingStore::open(io, dir, LOCK_WAIT)?;
-    machine::tell(store.recovery());
+    machine::tell(store.recovery(), store.state().step);
     Ok(store)
 }
 

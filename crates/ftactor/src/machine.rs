@@ -6,7 +6,7 @@ use std::sync::Arc;
 use actors::Failure;
 use anyhow::Context;
 use compute::{CpuDevice, Device};
-use model::{Budget, ModelConfig};
+use model::{Budget, ModelConfig, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use store::{Io, Recovery, mmap_engine};
 
@@ -71,17 +71,20 @@ pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
     mmap_engine(IO_THREADS, state_bytes < available_ram_bytes() / 2)
 }
 
-/// Says what opening a store found.
-pub(crate) fn tell(recovery: &Recovery) {
+/// Says what opening a store found; `step` is where it now is.
+pub(crate) fn tell(recovery: &Recovery, step: Step) {
     for warning in &recovery.warnings {
         errln!("warning: {warning}");
     }
-    if let Some(cut) = &recovery.cut {
+    let Some(cut) = &recovery.cut else { return };
+    let (file, offset) = (cut.file.display(), cut.offset);
+    if cut.rotten {
         errln!(
-            "note: the last record was torn and is left out: {} at byte {}",
-            cut.file.display(),
-            cut.offset
+            "warning: the last record is damaged, and no copy of it is intact: {file} at byte \
+             {offset}; the store is at step {step}, and a step committed after that is lost"
         );
+    } else {
+        errln!("note: the last record was torn and is left out: {file} at byte {offset}");
     }
 }
 

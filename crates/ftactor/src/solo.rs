@@ -118,7 +118,7 @@ pub(crate) fn train(
     let interrupt = runtime.block_on(async { Interrupt::listen() });
     let io = machine::engine(machine::store_bytes(dir));
     let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
-    machine::tell(&recovery);
+    machine::tell(&recovery, store.state().step);
     remove_temporary_rows(dir);
     let config = ModelConfig::from_json(store.config_json())
         .with_context(|| format!("config.json of {}", dir.display()))?;

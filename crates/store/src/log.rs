@@ -30,9 +30,11 @@ pub(crate) const COPIES: [&str; 2] = ["log", "mirror"];
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Tail {
     Clean,
-    /// Invalid bytes from `at` on with nothing valid behind them.
+    /// Invalid bytes from `at` on with nothing valid behind them; `rotten`: a record that was
+    /// written throughout, so that no crash explains them.
     Torn {
         at: u64,
+        rotten: bool,
     },
     /// Invalid bytes at `at` with a valid record behind; `sequence` is the highest of those.
     Damaged {
@@ -106,7 +108,7 @@ fn classify(number: u64, bytes: &[u8], at: usize) -> Tail {
         .max();
     match behind {
         Some(sequence) => Tail::Damaged { at: at as u64, sequence },
-        None => Tail::Torn { at: at as u64 },
+        None => Tail::Torn { at: at as u64, rotten: record::is_rotten(tail, at) },
     }
 }
 
@@ -117,6 +119,8 @@ pub(crate) struct Chosen {
     pub(crate) state: State,
     /// Where the invalid tail of the chosen copy starts.
     pub(crate) torn_at: Option<u64>,
+    /// A copy's last record is damaged, not torn.
+    pub(crate) rotten: bool,
     /// Index into [`COPIES`].
     pub(crate) copy: usize,
     pub(crate) warnings: Vec<String>,
@@ -129,6 +133,7 @@ pub(crate) fn choose(name: &str, copies: [Result<Parsed, String>; 2]) -> Result<
     for (extension, parsed) in COPIES.iter().zip(&copies) {
         warnings.extend(complaint(parsed).map(|c| format!("{name}.{extension} {c}")));
     }
+    let rotten = copies.iter().flatten().any(Parsed::is_rotten);
     let highest = copies.iter().flatten().filter_map(Parsed::highest_sequence).max();
     let [first, second] = copies.map(|copy| copy.ok().and_then(Parsed::intact));
     if let (Some((a, x)), Some((b, y))) = (&first, &second)
@@ -149,17 +154,21 @@ pub(crate) fn choose(name: &str, copies: [Result<Parsed, String>; 2]) -> Result<
         return Err(format!("a later record lies behind damage ({})", warnings.join("; ")));
     }
     let torn_at = match tail {
-        Tail::Torn { at } => Some(at),
+        Tail::Torn { at, .. } => Some(at),
         Tail::Clean | Tail::Damaged { .. } => None,
     };
-    Ok(Chosen { sequence, state, torn_at, copy: usize::from(second_wins), warnings })
+    let copy = usize::from(second_wins);
+    Ok(Chosen { sequence, state, torn_at, rotten, copy, warnings })
 }
 
 fn complaint(copy: &Result<Parsed, String>) -> Option<String> {
     match copy.as_ref().map(|parsed| &parsed.tail) {
         Err(why) => Some(why.clone()),
         Ok(Tail::Damaged { at, .. }) => Some(format!("is damaged at byte {at}")),
-        Ok(Tail::Torn { at }) => Some(format!("has an incomplete record at byte {at}")),
+        Ok(Tail::Torn { at, rotten: false }) => {
+            Some(format!("has an incomplete record at byte {at}"))
+        }
+        Ok(Tail::Torn { at, rotten: true }) => Some(format!("has a damaged record at byte {at}")),
         Ok(Tail::Clean) => None,
     }
 }
@@ -170,6 +179,10 @@ impl Parsed {
             Tail::Damaged { sequence, .. } => Some(sequence),
             Tail::Clean | Tail::Torn { .. } => self.last.as_ref().map(|(sequence, _)| *sequence),
         }
+    }
+
+    fn is_rotten(&self) -> bool {
+        matches!(self.tail, Tail::Torn { rotten: true, .. })
     }
 
     fn intact(self) -> Option<((u64, State), Tail)> {

@@ -145,6 +145,20 @@ pub(crate) fn decode(log: u64, bytes: &[u8]) -> Option<RawRecord<'_>> {
     })
 }
 
+/// Whether the invalid record that fills `bytes`, which lie at `offset` of their file, was written
+/// throughout: of its full length, with no unwritten sector. A crash leaves no such record, since
+/// what is torn is missing or zero from one sector's edge to another.
+pub(crate) fn is_rotten(bytes: &[u8], offset: usize) -> bool {
+    const SECTOR_BYTES: usize = 512;
+    let Some(head) = bytes.get(..RECORD_HEAD_BYTES) else { return false };
+    let body_bytes = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
+    let full = bytes.len().checked_sub(RECORD_HEAD_BYTES + CHECKSUM_BYTES) == Some(body_bytes);
+    let first = (SECTOR_BYTES - offset % SECTOR_BYTES).min(bytes.len());
+    let (first, rest) = bytes.split_at(first);
+    let mut sectors = std::iter::once(first).chain(rest.chunks(SECTOR_BYTES));
+    full && head[..4] == RECORD_MAGIC && sectors.all(|sector| sector.iter().any(|byte| *byte != 0))
+}
+
 /// The state in a record's body; the `Err` says what is wrong.
 pub(crate) fn decode_state(body: &[u8]) -> Result<State, String> {
     match postcard::take_from_bytes::<State>(body) {

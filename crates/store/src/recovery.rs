@@ -22,11 +22,14 @@ pub struct Recovery {
     pub warnings: Vec<String>,
 }
 
-/// A torn tail of a log.
+/// The tail of a log that holds no valid record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cut {
     pub file: PathBuf,
     pub offset: u64,
+    /// It is a record that was written throughout, in this copy or the other: damage, not an append
+    /// that a crash tore. The step that it committed may have been durable.
+    pub rotten: bool,
 }
 
 /// A store read from disk, not yet opened for anything.
@@ -50,9 +53,11 @@ pub(crate) fn recover(io: &dyn Io, dir: &Path) -> Result<Recovered, StoreError> 
         let what = format!("its record has {} layers", chosen.state.layers.len());
         return Err(StoreError::damaged(log::path(dir, number, COPIES[chosen.copy]), what));
     }
-    let cut = chosen
-        .torn_at
-        .map(|offset| Cut { file: log::path(dir, number, COPIES[chosen.copy]), offset });
+    let cut = chosen.torn_at.map(|offset| Cut {
+        file: log::path(dir, number, COPIES[chosen.copy]),
+        offset,
+        rotten: chosen.rotten,
+    });
     let mut warnings = io.disk_warnings(dir);
     warnings.extend(chosen.warnings);
     Ok(Recovered {

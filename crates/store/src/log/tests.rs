@@ -48,7 +48,11 @@ fn tails_are_told_apart() {
     let at = log_of(2, 1).len() as u64;
     assert_eq!(parse(2, &damaged).unwrap().tail, Tail::Damaged { at, sequence: 13 });
     let other = parse(3, &whole).unwrap();
-    assert_eq!((other.last, other.tail), (None, Tail::Torn { at: 0 }), "of another number");
+    assert_eq!(
+        (other.last, other.tail),
+        (None, Tail::Torn { at: 0, rotten: false }),
+        "of another number"
+    );
 }
 
 #[test]

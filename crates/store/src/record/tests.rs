@@ -52,6 +52,29 @@ fn a_record_is_read_back() {
 }
 
 #[test]
+fn rot_is_told_from_what_a_crash_leaves() {
+    let mut whole = encode(5, 9, RecordKind::Committed, &state());
+    assert!(whole.len() > 100);
+    *whole.last_mut().unwrap() ^= 1;
+    for offset in [0, 32, 512 - 30, 5000] {
+        assert!(is_rotten(&whole, offset), "{offset}");
+        assert!(!is_rotten(&whole[..whole.len() - 1], offset), "short");
+        assert!(!is_rotten(&[&whole[..], &[0]].concat(), offset), "long");
+    }
+    // The sector's edge lies in the record, and what is behind it was never written.
+    let mut torn = whole.clone();
+    torn[30..].fill(0);
+    assert!(!is_rotten(&torn, 512 - 30));
+    torn[30] = 1;
+    assert!(is_rotten(&torn, 512 - 30));
+    let mut nothing = whole.clone();
+    nothing.fill(0);
+    assert!(!is_rotten(&nothing, 0) && !is_rotten(&[], 0));
+    whole[4] ^= 1;
+    assert!(!is_rotten(&whole, 0), "of another length");
+}
+
+#[test]
 fn kind_numbers_are_frozen() {
     let names = [
         "OPEN",

@@ -59,7 +59,8 @@ fn check_recovery(image: Image, acknowledged: u64, place: &str) {
     assert!(step == acknowledged || step == acknowledged + 1, "{place}: step {step}");
     assert_eq!(seen.verify(|_, _| {}).unwrap(), [], "{place}");
     drop(seen);
-    let (store, _) = open(&io, Path::new(DIR)).unwrap_or_else(|e| panic!("{place}: {e}"));
+    let (store, recovery) = open(&io, Path::new(DIR)).unwrap_or_else(|e| panic!("{place}: {e}"));
+    assert!(recovery.cut.is_none_or(|cut| !cut.rotten), "{place}: a torn append called damage");
     assert_contents(&store, step);
     train_step(&store).unwrap();
     drop(store);

@@ -83,6 +83,12 @@ fn a_flipped_byte_in_both_copies_is_cut_only_at_the_end() {
         }
         let expect = if at >= ends[2] { Expect::Step(2) } else { Expect::Damaged };
         check(&flipped, &expect, &format!("flip at {at}"));
+        // Behind magic and length, it is told from a torn append.
+        if at >= ends[2] + 8 {
+            let io: Arc<dyn Io> = Arc::new(Memory::from_image(flipped));
+            let recovery = read(&io, Path::new(DIR)).unwrap().recovery().clone();
+            assert!(recovery.cut.is_some_and(|cut| cut.rotten), "flip at {at}");
+        }
     }
 }
 
@@ -129,7 +135,8 @@ fn a_torn_append_is_cut_reported_and_the_slots_are_checked() {
     let io: Arc<dyn Io> = Arc::new(Memory::from_image(torn.clone()));
     let (_, recovery) = open(&io, Path::new(DIR)).unwrap();
     assert!(recovery.checked);
-    assert_eq!(recovery.cut.map(|cut| cut.offset), Some(ends[2] as u64));
+    let cut = recovery.cut.unwrap();
+    assert_eq!((cut.offset, cut.rotten), (ends[2] as u64, false));
     // The same with damage in a slot that the last whole record names.
     let slot = Path::new(DIR).join("layers/0/a/exp_avg.safetensors");
     *torn.files.get_mut(&slot).unwrap().last_mut().unwrap() ^= 1;
