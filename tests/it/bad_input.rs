@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
 use crate::bits::number_after;
 use crate::lab::{
-    FAMILIES, Lab, Ran, Tiny, command, contents, ftactor, inspect, start, state, train,
+    FAMILIES, Lab, Ran, Tiny, command, contents, ftactor, inspect, ran, start, state, train,
 };
 
 const RUN: [&str; 6] = ["--steps", "2", "--seq-len", "32", "--batch-rows", "4"];
@@ -114,6 +115,94 @@ fn incomplete_or_unsupported_models_are_refused_by_name() {
     with_file(&tokenizer, b"[1, 2", || import_refused(&lab, &source, 2, &["tokenizer.json"]));
     fs::remove_file(&tokenizer).unwrap();
     import_refused(&lab, &source, 2, &["tokenizer.json"]);
+}
+
+/// The result of a command that must not wait for anybody.
+#[track_caller]
+fn soon(args: &[&str]) -> Ran {
+    let mut child = start(args);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("{args:?} waits");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    ran(child.wait_with_output().unwrap())
+}
+
+fn make_pipe(path: &str) {
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[test]
+fn a_pipe_in_the_place_of_a_model_s_file_is_refused_and_not_waited_for() {
+    let lab = Lab::new();
+    let source = checkpoint(&lab, FAMILIES[1]);
+    let dest = lab.path("refused");
+    let names = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+        "model.safetensors",
+    ];
+    for name in names {
+        let (file, aside) = (format!("{source}/{name}"), lab.path("aside"));
+        let was_there = fs::rename(&file, &aside).is_ok();
+        make_pipe(&file);
+        let ran = soon(&["import", &source, "--store", &dest]).expect(2);
+        ran.says(&[name, "not a regular file"]);
+        fs::remove_file(&file).unwrap();
+        if was_there {
+            fs::rename(&aside, &file).unwrap();
+        }
+    }
+    let gguf = lab.path("model.gguf");
+    make_pipe(&gguf);
+    soon(&["import", &gguf, "--store", &dest])
+        .expect(2)
+        .says(&["model.gguf", "not a regular file"]);
+    let index = format!("{source}/model.safetensors.index.json");
+    fs::write(&index, format!(r#"{{"weight_map":{{"{QUERY}":"shard.safetensors"}}}}"#)).unwrap();
+    make_pipe(&format!("{source}/shard.safetensors"));
+    let ran = soon(&["import", &source, "--store", &dest]).expect(2);
+    ran.says(&["shard.safetensors", "not a regular file"]);
+    assert!(!Path::new(&dest).exists());
+    fs::remove_file(&index).unwrap();
+    ftactor(&["import", &source, "--store", &dest]).expect(0);
+}
+
+#[test]
+fn a_pipe_is_no_data_and_no_log() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let before = state(&store);
+    let refused = |args: &[&str], name: &str| {
+        let args = crate::lab::solo(&store, &[&RUN[..], args].concat());
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        soon(&args).expect(2).says(&[name, "not a regular file"]);
+        assert_eq!(state(&store), before);
+        assert!(!Path::new(&store).join("run.json").exists());
+    };
+    let pipes = ["pipe.txt", "pipe.jsonl", "pipe.npy", "log"].map(|name| lab.path(name));
+    pipes.iter().for_each(|path| make_pipe(path));
+    for data in &pipes[..3] {
+        refused(&["--data", data], data);
+        let eval = ["eval", "--store", &store, "--data", data, "--seq-len", "32"];
+        soon(&eval).expect(2).says(&[data, "not a regular file"]);
+    }
+    refused(&["--data", &text, "--log", &pipes[3]], &pipes[3]);
+    refused(&["--data", &text, "--eval-data", &pipes[0], "--eval-every", "1"], &pipes[0]);
+    let socket = lab.path("socket");
+    let _listening = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    refused(&["--data", &text, "--log", &socket], &socket);
+    // What is open already can be written to.
+    let piped = train(&store, &[&RUN[..], &["--data", &text, "--log", "/dev/stdout"]].concat());
+    assert!(piped.expect(0).stdout.contains("\"grad_norm\":"));
+    train(&store, &["--steps", "3", "--log", "/dev/null"]).expect(0);
 }
 
 #[test]

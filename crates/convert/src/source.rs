@@ -1,7 +1,7 @@
 //! Reading foreign files: bounded, positioned, with the path in every error.
 
 use std::fs::{self, File};
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use crate::ConvertError;
@@ -33,11 +33,7 @@ pub(crate) struct Source {
 
 impl Source {
     pub(crate) fn open(path: &Path) -> Result<Source, ConvertError> {
-        let file = File::open(path).map_err(ConvertError::io("open", path))?;
-        let meta = file.metadata().map_err(ConvertError::io("open", path))?;
-        if !meta.is_file() {
-            return Err(ConvertError::invalid(path, "is not a regular file", "name a model file"));
-        }
+        let (file, meta) = open_regular(path).map_err(ConvertError::io("open", path))??;
         Ok(Source { path: path.to_path_buf(), file, len_bytes: meta.len() })
     }
 
@@ -57,10 +53,23 @@ impl Source {
     }
 }
 
+/// Opens what is a regular file, also behind a link: a pipe would be waited for, a device never end.
+fn open_regular(path: &Path) -> io::Result<Result<(File, fs::Metadata), ConvertError>> {
+    let irregular =
+        || Err(ConvertError::invalid(path, "is not a regular file", "put the file itself there"));
+    if !fs::metadata(path)?.is_file() {
+        return Ok(irregular());
+    }
+    let file = File::open(path)?;
+    let meta = file.metadata()?;
+    // What was looked at and what was opened may differ.
+    Ok(if meta.is_file() { Ok((file, meta)) } else { irregular() })
+}
+
 /// The whole of a small file; `None` if there is no such file.
 pub(crate) fn read_small(path: &Path) -> Result<Option<Vec<u8>>, ConvertError> {
-    let file = match File::open(path) {
-        Ok(file) => file,
+    let (file, _) = match open_regular(path) {
+        Ok(opened) => opened?,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(ConvertError::io("open", path)(error)),
     };

@@ -40,6 +40,10 @@ enum Engine {
 pub enum TokenizerError {
     #[error("read tokenizer file {}", path.display())]
     Read { path: PathBuf, source: io::Error },
+    #[error("{} is not a regular file", path.display())]
+    NotRegular { path: PathBuf },
+    #[error("{}: not JSON", path.display())]
+    Config { path: PathBuf, source: serde_json::Error },
     #[error("{}: not a tokenizer", path.display())]
     Parse { path: PathBuf, source: Box<dyn Error + Send + Sync> },
     #[error("{}: a model with dropout gives random tokens", path.display())]
@@ -241,7 +245,12 @@ impl fmt::Debug for Tokenizer {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TokenizerError> {
-    fs::read(path).map_err(|source| TokenizerError::Read { path: path.to_path_buf(), source })
+    let failed = |source| TokenizerError::Read { path: path.to_path_buf(), source };
+    // A pipe would be waited for.
+    if !fs::metadata(path).map_err(failed)?.is_file() {
+        return Err(TokenizerError::NotRegular { path: path.to_path_buf() });
+    }
+    fs::read(path).map_err(failed)
 }
 
 fn is_byte_tokenizer(json: &[u8]) -> bool {
@@ -280,8 +289,6 @@ fn read_config(path: &Path) -> Result<Option<Value>, TokenizerError> {
         }
         json => json?,
     };
-    serde_json::from_slice(&json).map(Some).map_err(|source| TokenizerError::Parse {
-        path: path.to_path_buf(),
-        source: Box::new(source),
-    })
+    let invalid = |source| TokenizerError::Config { path: path.to_path_buf(), source };
+    serde_json::from_slice(&json).map(Some).map_err(invalid)
 }

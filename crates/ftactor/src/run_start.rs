@@ -1,6 +1,8 @@
 //! What a run is: the unfinished one or a new one, refused before anything is lost, then written
 //! down.
 
+use std::fs::FileType;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -201,5 +203,14 @@ fn check_paths(store: &TrainingStore, options: &TrainOptions) -> anyhow::Result<
     if inside || log.is_dir() {
         return refuse(format!("--log {}: give a file outside the store", log.display()));
     }
+    if log.metadata().is_ok_and(|is| !is.is_file() && !is_open_already(log, is.file_type())) {
+        return refuse(format!("--log {} is not a regular file", log.display()));
+    }
     Ok(())
+}
+
+/// What writing to does not wait for: a terminal or /dev/null, and the pipe behind /dev/stdout,
+/// /dev/stderr or a shell's `>(command)`. A named pipe waits for whoever reads it.
+fn is_open_already(path: &Path, is: FileType) -> bool {
+    is.is_char_device() || (is.is_fifo() && path.starts_with("/dev"))
 }
