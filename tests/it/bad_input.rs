@@ -112,9 +112,27 @@ fn incomplete_or_unsupported_models_are_refused_by_name() {
     with(&config.replace("\"hidden_size\": 16", "\"hidden_size\": 0"), &["hidden_size"]);
     with(&config.replacen('{', "{\"quantization_config\": {\"bits\": 4},", 1), &["quant"]);
     let tokenizer = format!("{source}/tokenizer.json");
-    with_file(&tokenizer, b"[1, 2", || import_refused(&lab, &source, 2, &["tokenizer.json"]));
     fs::remove_file(&tokenizer).unwrap();
     import_refused(&lab, &source, 2, &["tokenizer.json"]);
+}
+
+#[test]
+fn a_tokenizer_that_training_could_not_load_is_refused_at_import() {
+    let lab = Lab::new();
+    let source = checkpoint(&lab, FAMILIES[1]);
+    let file = |name: &str| format!("{source}/{name}");
+    let named = ["tokenizer.json"];
+    let bpe = |model: &str| format!(r#"{{"version":"1.0","added_tokens":[],"model":{model}}}"#);
+    let unknown_merge = r#"{"type":"BPE","vocab":{"a":0},"merges":[["a","b"]]}"#;
+    let dropout = r#"{"type":"BPE","dropout":0.5,"vocab":{"a":0},"merges":[]}"#;
+    for text in ["[1, 2", "{}", r#"{"model": 1}"#, &bpe(unknown_merge), &bpe(dropout)] {
+        with_file(&file(named[0]), text.as_bytes(), || import_refused(&lab, &source, 2, &named));
+    }
+    let config = r#"{"eos_token": "<|nowhere|>"}"#;
+    with_file(&file("tokenizer_config.json"), config.as_bytes(), || {
+        import_refused(&lab, &source, 2, &["tokenizer_config.json", "<|nowhere|>"]);
+    });
+    ftactor(&["import", &source, "--store", &lab.path("store-2")]).expect(0);
 }
 
 /// The result of a command that must not wait for anybody.

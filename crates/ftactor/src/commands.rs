@@ -75,6 +75,7 @@ fn init_tokenizer(named: &str) -> anyhow::Result<(InitTokenizer, usize)> {
 }
 
 pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
+    check_tokenizer(&args.source)?;
     let io = machine::engine(u64::MAX);
     let bar = ByteBar::new("import");
     let mut progress = |done, total| bar.at(done, total);
@@ -87,6 +88,15 @@ pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     drop(bar);
     say_made(&args.store, &report);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses a model directory whose tokenizer training could not load; what is missing is for the
+/// import to say.
+fn check_tokenizer(source: &Path) -> anyhow::Result<()> {
+    if source.join("tokenizer.json").exists() {
+        Tokenizer::load(source)?;
+    }
+    Ok(())
 }
 
 fn say_made(store: &Path, report: &Report) {
