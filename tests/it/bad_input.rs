@@ -12,7 +12,8 @@ use safetensors::tensor::TensorView;
 
 use crate::bits::number_after;
 use crate::lab::{
-    FAMILIES, Lab, Ran, Tiny, command, contents, ftactor, inspect, ran, start, state, train,
+    FAMILIES, Lab, ROWS, Ran, Tiny, command, contents, ftactor, inspect, ran, solo, start,
+    start_training, state, train,
 };
 
 const RUN: [&str; 6] = ["--steps", "2", "--seq-len", "32", "--batch-rows", "4"];
@@ -196,12 +197,12 @@ fn a_pipe_in_the_place_of_a_model_s_file_is_refused_and_not_waited_for() {
 #[test]
 fn a_pipe_is_no_data_and_no_log() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let before = state(&store);
     let refused = |args: &[&str], name: &str| {
-        let args = crate::lab::solo(&store, &[&RUN[..], args].concat());
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        soon(&args).expect(2).says(&[name, "not a regular file"]);
+        soon(&solo(&store, &[&RUN[..], args].concat()))
+            .expect(2)
+            .says(&[name, "not a regular file"]);
         assert_eq!(state(&store), before);
         assert!(!Path::new(&store).join("run.json").exists());
     };
@@ -332,7 +333,7 @@ fn bad_data_is_refused_by_name() {
 #[test]
 fn bad_options_are_refused_by_name() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let unknown = lab.write("unknown.toml", "learning-rate = 1\n");
     let no_toml = lab.write("no.toml", "lr = = 1\n");
     let cases: [(&[&str], &[&str]); 20] = [
@@ -388,7 +389,7 @@ fn a_directory_that_is_no_store_is_refused() {
 #[test]
 fn a_damaged_store_is_not_trained() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     train(&store, &[&RUN[..], &["--data", &text]].concat()).expect(0);
     let file = format!("{store}/layers/1/a/weight.safetensors");
     let good = fs::read(&file).unwrap();
@@ -409,25 +410,9 @@ fn a_damaged_store_is_not_trained() {
 #[test]
 fn a_store_in_use_is_waited_for_and_then_refused() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
-    let mut first = start(&[
-        "solo",
-        "--store",
-        &store,
-        "--data",
-        &text,
-        "--steps",
-        "1000000",
-        "--seq-len",
-        "32",
-        "--batch-rows",
-        "4",
-        "--metrics",
-        "off",
-        "--quiet",
-        "--ram",
-        "160M",
-    ]);
+    let (store, text) = lab.store_and_text();
+    let endless = [&ROWS[..], &["--data", &text, "--steps", "1000000", "--quiet"]].concat();
+    let mut first = start_training(&store, &endless);
     while !Path::new(&store).join("run.json").exists() {
         assert!(first.try_wait().unwrap().is_none(), "the first process ended");
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -546,7 +531,7 @@ fn a_read_only_disk_can_be_read_and_is_not_trained() {
 
 /// A store that was trained, and its text.
 fn trained(lab: &Lab) -> (String, String) {
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     train(&store, &[&["--data", &text], &RUN[..]].concat()).expect(0);
     (store, text)
 }
@@ -607,14 +592,7 @@ fn what_cannot_work_is_refused_before_anything_is_lost() {
     let record = fs::read(&log).unwrap();
     let new_run = [&["--new-run", "--data", &text], &RUN[..]].concat();
     let refused = |more: &[&str], words: &[&str]| {
-        let args = [&new_run[..], more].concat();
-        let mut args = crate::lab::solo(&store, &args);
-        if more.contains(&"--metrics") {
-            let off = args.iter().position(|a| a == "--metrics").unwrap();
-            args.drain(off..off + 2);
-        }
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        ftactor(&args).expect(2).says(words);
+        train(&store, &[&new_run[..], more].concat()).expect(2).says(words);
         assert_eq!((state(&store), fs::read(&log).unwrap()), (before.clone(), record.clone()));
     };
     refused(&["--metrics", &address], &[&address]);

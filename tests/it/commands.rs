@@ -242,7 +242,7 @@ fn flags_win_over_the_options_file_and_print_config_shows_the_result() {
     let repeated = ftactor(&["solo", "--print-config", "--options", &again]).expect(0).stdout;
     assert_eq!(repeated, shown);
 
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let file = lab.write("train.toml", "seq-len = 16\nbatch-rows = 2\nsteps = 5\nlr = 0.01\n");
     train(&store, &["--options", &file, "--steps", "2", "--data", &text]).expect(0);
     let run = &inspect(&store)["run"];
@@ -252,7 +252,7 @@ fn flags_win_over_the_options_file_and_print_config_shows_the_result() {
 #[test]
 fn the_log_has_every_field_and_event() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let file = lab.path("log.jsonl");
     let args = [
         "--data",
@@ -395,7 +395,7 @@ fn a_new_run_keeps_the_weights_and_starts_at_zero() {
 #[test]
 fn a_refused_start_leaves_no_run_behind() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     train(&store, &[&RUN[..], &["--data", &text, "--ram", "64K"]].concat()).expect(4);
     train(&store, &[&RUN[..], &["--data", &text, "--update", "fused"]].concat()).expect(2);
     assert_eq!(inspect(&store)["run"], Value::Null);

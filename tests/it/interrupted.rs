@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use crate::lab::{FAMILIES, Lab, Ran, Tiny, ftactor, ran, solo, start, state, train};
+use crate::lab::{FAMILIES, Lab, Ran, Tiny, ftactor, ran, start_training, state, train};
 
 /// Steps long enough to be hit.
 const MODEL: Tiny = Tiny { family: "llama", tied: true, layers: 4, hidden: 64 };
@@ -23,8 +23,7 @@ impl Places {
 
 /// Starts or resumes the run and lets it commit `steps` steps, then waits a little.
 fn run_until(store: &str, more: &[&str], steps: u64, wait: Duration) -> Child {
-    let args = solo(store, &[&["--json"], more].concat());
-    let mut child = start(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let mut child = start_training(store, &[&["--json"], more].concat());
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let mut seen = 0;
     while seen < steps {

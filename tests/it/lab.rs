@@ -10,6 +10,9 @@ use tempfile::TempDir;
 /// Memory that suits every model here.
 pub(crate) const RAM: &str = "160M";
 
+/// Rows that suit every model and text here.
+pub(crate) const ROWS: [&str; 4] = ["--seq-len", "32", "--batch-rows", "4"];
+
 /// A model small enough to train in milliseconds a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiny {
@@ -147,6 +150,12 @@ impl Lab {
         store
     }
 
+    /// A fresh store of the smallest model and a text for some steps; their paths.
+    #[track_caller]
+    pub(crate) fn store_and_text(&self) -> (String, String) {
+        (self.store("store", FAMILIES[0], 1), self.text("text.txt", 60))
+    }
+
     /// A text of `sentences` sentences that differ.
     pub(crate) fn text(&self, name: &str, sentences: usize) -> String {
         self.write(name, text(sentences))
@@ -165,21 +174,27 @@ pub(crate) fn text(sentences: usize) -> String {
     (0..sentences).map(line).collect()
 }
 
-/// Arguments that all training here shares, then `more`.
-pub(crate) fn solo(store: &str, more: &[&str]) -> Vec<String> {
-    let mut args = vec!["solo", "--store", store, "--metrics", "off"];
-    if !more.contains(&"--ram") {
-        args.extend(["--ram", RAM]);
+/// Arguments of training: `more`, and what all training here shares unless `more` says otherwise.
+pub(crate) fn solo<'a>(store: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["solo", "--store", store];
+    for (name, value) in [("--metrics", "off"), ("--ram", RAM)] {
+        if !more.contains(&name) {
+            args.extend([name, value]);
+        }
     }
     args.extend(more);
-    args.into_iter().map(str::to_owned).collect()
+    args
 }
 
 /// Trains; the process's result.
 #[track_caller]
 pub(crate) fn train(store: &str, more: &[&str]) -> Ran {
-    let args = solo(store, more);
-    ftactor(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    ftactor(&solo(store, more))
+}
+
+/// Starts training with both outputs piped.
+pub(crate) fn start_training(store: &str, more: &[&str]) -> Child {
+    start(&solo(store, more))
 }
 
 /// Step, and hash and Adam step of every layer.

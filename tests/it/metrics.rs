@@ -4,10 +4,15 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::Child;
 
-use crate::lab::{FAMILIES, Lab, command, events, log, start, steps};
+use crate::lab::{Lab, ROWS, events, log, start_training, steps, train};
 
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Starts a run that only its test ends.
+fn endless(store: &str, text: &str, more: &[&str]) -> Child {
+    start_training(store, &[&ROWS[..], &["--data", text, "--steps", "100000"], more].concat())
 }
 
 /// The endpoint's answer, or nothing if nobody listens.
@@ -47,31 +52,11 @@ fn scrape_at(child: &mut Child, port: u16, step: f64) -> String {
 #[test]
 fn a_scrape_during_a_run_agrees_with_the_log() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let (file, port) = (lab.path("log.jsonl"), free_port());
     let address = format!("127.0.0.1:{port}");
-    let mut child = start(&[
-        "solo",
-        "--store",
-        &store,
-        "--data",
-        &text,
-        "--steps",
-        "100000",
-        "--seq-len",
-        "32",
-        "--batch-rows",
-        "4",
-        "--metrics",
-        &address,
-        "--log",
-        &file,
-        "--json",
-        "--ram",
-        "160M",
-        "--fault",
-        "compute:panic:20",
-    ]);
+    let more = ["--metrics", &address, "--log", &file, "--json", "--fault", "compute:panic:20"];
+    let mut child = endless(&store, &text, &more);
     let scraped = scrape_at(&mut child, port, 5.0);
     let pid = child.id().to_string();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
@@ -104,27 +89,10 @@ fn a_scrape_during_a_run_agrees_with_the_log() {
 #[test]
 fn every_documented_series_is_there() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let port = free_port();
     let address = format!("127.0.0.1:{port}");
-    let mut child = start(&[
-        "solo",
-        "--store",
-        &store,
-        "--data",
-        &text,
-        "--steps",
-        "100000",
-        "--seq-len",
-        "32",
-        "--batch-rows",
-        "4",
-        "--metrics",
-        &address,
-        "--json",
-        "--ram",
-        "160M",
-    ]);
+    let mut child = endless(&store, &text, &["--metrics", &address, "--json"]);
     let scraped = scrape_at(&mut child, port, 1.0);
     child.kill().unwrap();
     child.wait().unwrap();
@@ -160,30 +128,16 @@ fn every_documented_series_is_there() {
 #[test]
 fn off_opens_no_port_and_a_taken_one_is_refused_by_name() {
     let lab = Lab::new();
-    let (store, text) = (lab.store("store", FAMILIES[0], 1), lab.text("text.txt", 60));
+    let (store, text) = lab.store_and_text();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let args = ["--data", &text, "--steps", "2", "--seq-len", "32", "--batch-rows", "4"];
-    let with = |metrics: &str| {
-        let head = ["solo", "--store", &store, "--ram", "160M", "--metrics", metrics];
-        crate::lab::ran(command(&[&head[..], &args].concat()).output().unwrap())
-    };
-    with(&address).expect(2).says(&[&address, "--metrics"]);
+    let args = [&ROWS[..], &["--data", &text, "--steps", "2", "--metrics", &address]].concat();
+    train(&store, &args).expect(2).says(&[&address, "--metrics"]);
 
-    let mut child = start(&[
-        "solo",
-        "--store",
-        &store,
-        "--steps",
-        "100000",
-        "--metrics",
-        "off",
-        "--json",
-        "--ram",
-        "160M",
-    ]);
+    let mut child = endless(&store, &text, &["--json"]);
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("start"), "the run did not begin: {line}");
     let listening = listening_sockets(child.id());
     child.kill().unwrap();
     child.wait().unwrap();
