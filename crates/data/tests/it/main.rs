@@ -5,4 +5,7 @@
 
 mod order;
 mod prepare;
+mod row_files;
+mod sources;
+mod support;
 mod tokenizer;

@@ -1,71 +1,13 @@
-//! Sources to rows and back, against a plain model in memory, and what is refused.
+//! Sources to rows, against a plain model in memory, and what is refused.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
-use data::{
-    DataError, ErrorKind, HEADER_BYTES, Place, Plan, Prepared, Row, Rows, RowsError, Tokenizer,
-    describe, hash_file, list_sources, prepare, remove_temporaries,
-};
+use data::{DataError, ErrorKind, Place, Plan, Rows, Tokenizer, describe, hash_file, prepare};
 use proptest::collection::vec;
 use proptest::prelude::*;
-use tempfile::TempDir;
 
+use crate::support::{Case, EOS, bytes_and_eos, npy, u16s};
 use crate::tokenizer::golden;
-
-const EOS: u32 = 257;
-
-/// A directory with sources in it, and the row file made of them.
-struct Case {
-    directory: TempDir,
-    paths: Vec<PathBuf>,
-    tokenizer: Tokenizer,
-}
-
-impl Case {
-    fn new(files: &[(&str, &[u8])]) -> Case {
-        let directory = tempfile::tempdir().unwrap();
-        let paths = files.iter().map(|(name, content)| {
-            let path = directory.path().join(name);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(&path, content).unwrap();
-            path
-        });
-        Case { paths: paths.collect(), directory, tokenizer: Tokenizer::bytes() }
-    }
-
-    fn plan(&self, seq_len: u32) -> Plan<'_> {
-        let tokenizer = Some(&self.tokenizer);
-        Plan { paths: &self.paths, tokenizer, eos: None, seq_len, vocab_size: 259 }
-    }
-
-    fn out(&self) -> PathBuf {
-        self.directory.path().join("tokens/rows.bin")
-    }
-
-    fn prepare(&self, seq_len: u32) -> Result<Prepared, DataError> {
-        prepare(&self.plan(seq_len), &self.out(), &mut |_| ())
-    }
-
-    fn all_rows(&self) -> Vec<Row> {
-        let rows = Rows::open(self.out()).unwrap();
-        (0..rows.rows()).map(|row| rows.row(row).unwrap()).collect()
-    }
-}
-
-fn bytes_and_eos(text: &str) -> Vec<u32> {
-    text.bytes().map(u32::from).chain([EOS]).collect()
-}
-
-fn npy(descr: &str, shape: &str, data: &[u8]) -> Vec<u8> {
-    let header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}\n");
-    let length = u16::try_from(header.len()).unwrap().to_le_bytes();
-    [b"\x93NUMPY\x01\x00", &length[..], header.as_bytes(), data].concat()
-}
-
-fn u16s(ids: &[u16]) -> Vec<u8> {
-    ids.iter().flat_map(|id| id.to_le_bytes()).collect()
-}
 
 #[derive(Clone, Debug)]
 enum Source {
@@ -168,28 +110,6 @@ proptest! {
         }
         prop_assert_eq!(Rows::open_verified(case.out()).unwrap().rows(), prepared.header.rows);
     }
-
-    #[test]
-    fn a_changed_row_file_is_noticed(at in 0_usize..8192, flip in 1_u8..) {
-        let case = Case::new(&[("a.txt", &[b'a'; 900])]);
-        case.prepare(100).unwrap();
-        let mut bytes = fs::read(case.out()).unwrap();
-        let at = at % bytes.len();
-        bytes[at] ^= flip;
-        fs::write(case.out(), bytes).unwrap();
-        match Rows::open(case.out()) {
-            Ok(rows) => {
-                prop_assert!(at >= HEADER_BYTES as usize);
-                let refused = Rows::open_verified(case.out());
-                prop_assert!(matches!(refused, Err(RowsError::Hash { .. })), "byte {}", at);
-                let noticed = matches!(rows.verify(), Err(RowsError::Hash { .. }));
-                prop_assert!(noticed, "byte {}", at);
-                // Reading may see the damage or not; it never panics.
-                (0..rows.rows()).for_each(|row| drop(rows.row(row)));
-            }
-            Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Damaged),
-        }
-    }
 }
 
 #[test]
@@ -273,121 +193,6 @@ fn sources_are_recorded_with_size_and_hash() {
     assert_ne!(case.prepare(2).unwrap().header.source_digest, digest);
     fs::write(&case.paths[0], b"hellO").unwrap();
     assert_ne!(case.prepare(3).unwrap().header.source_digest, digest);
-}
-
-#[test]
-fn directories_are_listed_by_name() {
-    let case = Case::new(&[
-        ("d/b.txt", b"b"),
-        ("d/a/z.jsonl", b""),
-        ("d/a.TXT", b"a"),
-        ("d/notes.md", b""),
-    ]);
-    let directory = case.directory.path().join("d");
-    let listed = list_sources(std::slice::from_ref(&directory)).unwrap();
-    let names: Vec<_> = listed.iter().map(|path| path.strip_prefix(&directory).unwrap()).collect();
-    assert_eq!(names, [Path::new("a/z.jsonl"), Path::new("a.TXT"), Path::new("b.txt")]);
-}
-
-#[test]
-fn token_files_in_directories_are_refused_and_not_skipped() {
-    let case = Case::new(&[("only/a/b.npy", b""), ("mixed/a.txt", b"a"), ("mixed/sub/b.npy", b"")]);
-    for (name, words) in [
-        ("only", "only: no .txt or .jsonl file in this directory; .npy files are given by name"),
-        ("mixed", "b.npy) in one directory; .npy files are given by name"),
-    ] {
-        let directory = case.directory.path().join(name);
-        let error = list_sources(std::slice::from_ref(&directory)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Invalid);
-        let text = error.to_string();
-        assert!(text.contains(words) && text.starts_with(directory.to_str().unwrap()), "{text}");
-    }
-    let named = [&case.paths[1], &case.paths[2]].map(PathBuf::clone);
-    assert_eq!(list_sources(&named).unwrap(), named);
-}
-
-/// Makes a pipe, a socket, a device behind a link, and a pipe behind a link; none of them ends.
-#[cfg(unix)]
-fn endless_files(directory: &Path) -> Vec<PathBuf> {
-    let paths = ["pipe.txt", "socket.txt", "device.jsonl", "linked.npy"];
-    let paths = paths.map(|name| directory.join(name));
-    let made = std::process::Command::new("mkfifo").arg(&paths[0]).status().unwrap();
-    assert!(made.success());
-    std::os::unix::net::UnixListener::bind(&paths[1]).unwrap();
-    std::os::unix::fs::symlink("/dev/zero", &paths[2]).unwrap();
-    std::os::unix::fs::symlink(&paths[0], &paths[3]).unwrap();
-    paths.to_vec()
-}
-
-#[cfg(unix)]
-#[test]
-fn what_is_no_regular_file_is_refused_unopened() {
-    let case = Case::new(&[("real/a.txt", b"hello")]);
-    let endless = endless_files(case.directory.path());
-    let (done, waiting) = std::sync::mpsc::channel();
-    // Without the refusal these calls never return, and the thread stays behind.
-    std::thread::spawn(move || {
-        for path in endless {
-            let directory = path.with_extension("d");
-            fs::create_dir(&directory).unwrap();
-            let inside = directory.join(path.file_name().unwrap());
-            std::os::unix::fs::symlink(&path, &inside).unwrap();
-            done.send((path.clone(), list_sources(std::slice::from_ref(&path)).err())).unwrap();
-            done.send((inside, list_sources(&[directory]).err())).unwrap();
-            done.send((path.clone(), hash_file(&path).err())).unwrap();
-        }
-    });
-    for _ in 0..4 * 3 {
-        let answer = waiting.recv_timeout(std::time::Duration::from_secs(20));
-        let (path, error) = answer.expect("a file that never ends was opened");
-        let error = error.unwrap_or_else(|| panic!("{} was taken", path.display()));
-        assert_eq!(error.kind(), ErrorKind::Invalid);
-        assert_eq!(error.to_string(), format!("{} is not a regular file", path.display()));
-    }
-    let link = case.directory.path().join("link.txt");
-    std::os::unix::fs::symlink(&case.paths[0], &link).unwrap();
-    assert_eq!(list_sources(std::slice::from_ref(&link)).unwrap(), std::slice::from_ref(&link));
-    assert_eq!(hash_file(&link).unwrap(), hash_file(&case.paths[0]).unwrap());
-}
-
-#[cfg(unix)]
-#[test]
-fn a_link_to_nothing_in_a_directory_is_not_skipped() {
-    let case = Case::new(&[("d/a.txt", b"a")]);
-    let link = case.directory.path().join("d/b.txt");
-    std::os::unix::fs::symlink("gone.txt", &link).unwrap();
-    let error = list_sources(&[case.directory.path().join("d")]).unwrap_err();
-    assert!(matches!(&error, DataError::Io { path, .. } if *path == link), "{error}");
-    assert_eq!(error.kind(), ErrorKind::Invalid);
-}
-
-#[test]
-fn batches_of_rows_are_read() {
-    let case = Case::new(&[("a.txt", b"0123456789abcdef")]);
-    case.prepare(4).unwrap();
-    let rows = Rows::open(case.out()).unwrap();
-    let (mut tokens, mut targets) = (vec![9], vec![true]);
-    rows.read(&[2, 0, 2], &mut tokens, &mut targets).unwrap();
-    let expected: Vec<u32> = b"89ab012389ab".iter().map(|byte| u32::from(*byte)).collect();
-    assert_eq!(tokens, expected);
-    assert_eq!(targets, [false, true, true, true].repeat(3));
-    assert_eq!(rows.count_targets(&[2, 0, 2]).unwrap(), 9);
-    let error = rows.row(4).unwrap_err();
-    assert!(matches!(error, RowsError::NoSuchRow { row: 4, rows: 4, .. }));
-    assert_eq!(error.kind(), ErrorKind::Invalid);
-}
-
-#[test]
-fn row_files_of_another_length_are_refused() {
-    let case = Case::new(&[("a.txt", &[b'a'; 900])]);
-    case.prepare(100).unwrap();
-    let whole = fs::read(case.out()).unwrap();
-    for length in [0, 1, 4095, 4096, whole.len() - 1] {
-        fs::write(case.out(), &whole[..length]).unwrap();
-        assert!(matches!(Rows::open(case.out()), Err(RowsError::Length { .. })), "{length}");
-    }
-    fs::write(case.out(), [&whole[..], b"x"].concat()).unwrap();
-    assert!(matches!(Rows::open(case.out()), Err(RowsError::Length { .. })));
 }
 
 #[test]
@@ -519,89 +324,4 @@ fn text_beyond_a_small_vocabulary_is_refused_at_its_token() {
             other => panic!("{other:?}"),
         }
     }
-}
-
-/// What stood under the name before is what stands there after a failure.
-#[test]
-fn a_failure_leaves_the_old_rows() {
-    let case = Case::new(&[("a.txt", b"hello")]);
-    case.prepare(2).unwrap();
-    let before = fs::read(case.out()).unwrap();
-    fs::write(&case.paths[0], b"\xff").unwrap();
-    assert!(case.prepare(2).is_err());
-    assert_eq!(fs::read(case.out()).unwrap(), before);
-    assert_eq!(fs::read_dir(case.out().parent().unwrap()).unwrap().count(), 1);
-}
-
-fn names_in(directory: &Path) -> Vec<String> {
-    let names = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
-    let mut names: Vec<_> = names.map(|name| name.into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// One writer begins, another writes the same rows from begin to end, the first goes on.
-#[test]
-fn two_writers_of_one_row_file_do_not_meet() {
-    let case = Case::new(&[("a.txt", &[b'a'; 3000])]);
-    case.prepare(7).unwrap();
-    let alone = fs::read(case.out()).unwrap();
-    fs::remove_file(case.out()).unwrap();
-    let mut between = None;
-    let outer = prepare(&case.plan(7), &case.out(), &mut |_| {
-        between.get_or_insert_with(|| {
-            let inner = case.prepare(7).unwrap();
-            Rows::open_verified(case.out()).unwrap();
-            inner
-        });
-    });
-    assert_eq!(outer.unwrap(), between.unwrap());
-    assert_eq!(fs::read(case.out()).unwrap(), alone);
-    assert_eq!(names_in(case.out().parent().unwrap()), ["rows.bin"]);
-}
-
-#[test]
-fn many_writers_of_one_row_file_agree() {
-    let case = Case::new(&[("a.txt", &[b'a'; 300_000])]);
-    let prepared: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| case.prepare(7).unwrap())).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    });
-    assert!(prepared.windows(2).all(|pair| pair[0] == pair[1]));
-    Rows::open_verified(case.out()).unwrap();
-    assert_eq!(names_in(case.out().parent().unwrap()), ["rows.bin"]);
-}
-
-/// A failure takes its own temporary file away, not another writer's.
-#[test]
-fn a_failure_leaves_the_files_of_other_writers() {
-    let case = Case::new(&[("a.txt", &[b'a'; 3000])]);
-    let bad = Case::new(&[("b.txt", b"\xff")]);
-    let mut seen = Vec::new();
-    prepare(&case.plan(7), &case.out(), &mut |_| {
-        let directory = case.out().parent().unwrap().to_path_buf();
-        assert!(prepare(&bad.plan(7), &case.out(), &mut |_| ()).is_err());
-        seen = names_in(&directory);
-    })
-    .unwrap();
-    let [only] = &seen[..] else { panic!("{seen:?}") };
-    assert!(only.starts_with("rows.bin.") && only.ends_with(".tmp"), "{only}");
-    Rows::open_verified(case.out()).unwrap();
-}
-
-#[test]
-fn leftovers_are_removed_and_nothing_else() {
-    let case = Case::new(&[("a.txt", &[b'a'; 3000])]);
-    let directory = case.out().parent().unwrap().to_path_buf();
-    assert_eq!(remove_temporaries(&directory).unwrap(), 0);
-    case.prepare(7).unwrap();
-    for name in ["rows.bin.tmp", "rows.bin.1-0.tmp", "other.bin.99-7.tmp", "tmp", "notes.tmp.txt"] {
-        fs::write(directory.join(name), b"x").unwrap();
-    }
-    fs::create_dir(directory.join("folder.tmp")).unwrap();
-    assert_eq!(remove_temporaries(&directory).unwrap(), 3);
-    assert_eq!(names_in(&directory), ["folder.tmp", "notes.tmp.txt", "rows.bin", "tmp"]);
-    assert_eq!(remove_temporaries(&directory).unwrap(), 0);
-    let error = remove_temporaries(&case.paths[0]).unwrap_err();
-    assert!(error.to_string().contains("a.txt"), "{error}");
 }
