@@ -237,7 +237,7 @@ fn flags_win_over_the_options_file_and_print_config_shows_the_result() {
     for line in ["lr = 0.25", "epochs = 2", "clip = \"none\"", "no-shuffle = true"] {
         assert!(shown.lines().any(|l| l == line), "no `{line}` in {shown}");
     }
-    assert!(!shown.contains("steps"), "{shown}");
+    assert!(!shown.lines().any(|l| l.starts_with("steps")), "{shown}");
     let again = lab.write("again.toml", &shown);
     let repeated = ftactor(&["solo", "--print-config", "--options", &again]).expect(0).stdout;
     assert_eq!(repeated, shown);
@@ -247,6 +247,66 @@ fn flags_win_over_the_options_file_and_print_config_shows_the_result() {
     train(&store, &["--options", &file, "--steps", "2", "--data", &text]).expect(0);
     let run = &inspect(&store)["run"];
     assert_eq!((&run["steps"], &run["seq-len"], &run["lr"]), (&2.into(), &16.into(), &0.01.into()));
+}
+
+#[test]
+fn print_config_shows_every_option_and_is_taken_again() {
+    let lab = Lab::new();
+    let (store, text) = lab.store_and_text();
+    let shown = |more: &[&str]| {
+        let text = ftactor(&[&["solo", "--print-config"], more].concat()).expect(0).stdout;
+        let file = lab.write("shown.toml", &text);
+        let again = [&["solo", "--print-config", "--options", &file], more].concat();
+        assert_eq!(ftactor(&again).expect(0).stdout, text, "{more:?}");
+        text
+    };
+    let has = |text: &str, line: &str| {
+        assert!(text.lines().any(|l| l == line), "no `{line}` in {text}");
+    };
+    let bare = shown(&[]);
+    for line in [
+        "batch-rows = 8",
+        "epochs = 1",
+        "schedule = \"cosine\"",
+        "min-lr-ratio = 0.1",
+        "weight-decay = 0.0",
+        "beta1 = 0.9",
+        "beta2 = 0.999",
+        "eps = 0.00000001",
+        "clip = \"global:1.0\"",
+        "update = \"auto\"",
+        "seed = 0",
+        "no-shuffle = false",
+        "device = \"auto\"",
+        "compute-dtype = \"f32\"",
+        "io = \"auto\"",
+    ] {
+        has(&bare, line);
+    }
+    // Only a model, data or the machine can say these.
+    for name in ["seq-len", "micro-rows", "lr", "warmup-steps", "ram", "threads", "metrics", "log"]
+    {
+        assert!(bare.lines().any(|l| l.starts_with(&format!("# {name}"))), "{name}: {bare}");
+    }
+
+    let of_store = shown(&["--store", &store, "--steps", "200"]);
+    for line in ["seq-len = 64", "micro-rows = 8", "lr = 0.0003", "warmup-steps = 6"] {
+        has(&of_store, line);
+    }
+    let file = lab.write("run.toml", shown(&["--store", &store, "--steps", "2"]));
+    train(&store, &["--options", &file, "--data", &text]).expect(0);
+    let run = inspect(&store)["run"].clone();
+    assert_eq!((&run["steps"], &run["lr"]), (&2.into(), &0.0003.into()));
+    // A run that goes on has its own values; others are refused as training refuses them.
+    let of_run = shown(&["--store", &store]);
+    for line in ["steps = 2", "warmup-steps = 0", "lr = 0.0003"] {
+        has(&of_run, line);
+    }
+    let other = ftactor(&["solo", "--print-config", "--store", &store, "--lr", "0.5"]);
+    other.expect(2).says(&["--lr", "0.5"]);
+    has(&shown(&["--store", &store, "--new-run", "--lr", "0.5"]), "epochs = 1");
+    has(&shown(&["--demo"]), "seq-len = 128");
+    ftactor(&["solo", "--print-config", "--clip", "up"]).expect(2).says(&["--clip up"]);
 }
 
 #[test]

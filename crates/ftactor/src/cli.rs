@@ -83,7 +83,7 @@ pub(crate) struct SoloArgs {
     /// Options from a TOML file; flags win
     #[arg(long = "options", value_name = "FILE")]
     pub(crate) options_file: Option<PathBuf>,
-    /// Print the resulting options as TOML and stop
+    /// Print every option's effective value as TOML for --options and stop
     #[arg(long)]
     pub(crate) print_config: bool,
     /// Keep the weights, zero the moments, start a new run

@@ -60,7 +60,7 @@ pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<Exi
     outln!("tip: press Ctrl-C or kill -9 this process, then run the same command: it goes on");
 
     let show = if args.quiet { Show::Nothing } else { Show::Bar };
-    let ended = solo::train(&store, &[train], &demo_options(options), args, show)?;
+    let ended = solo::train(&store, &[train], &self::options(options), args, show)?;
     if !ended.is_complete() {
         return Ok(ended.exit_code());
     }
@@ -81,7 +81,8 @@ pub(crate) fn run(args: &SoloArgs, options: &TrainOptions) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-fn demo_options(given: &TrainOptions) -> TrainOptions {
+/// The demo's options: `given`, and its own in place of the defaults.
+pub(crate) fn options(given: &TrainOptions) -> TrainOptions {
     let mut options = given.clone();
     options.seq_len.get_or_insert(SEQ_LEN);
     options.batch_rows.get_or_insert(16);

@@ -50,15 +50,18 @@ fn read_number(path: &str) -> Option<u64> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Threads to compute with.
 pub(crate) fn threads(wanted: Option<usize>) -> anyhow::Result<Arc<ThreadPool>> {
     const MOST: usize = 1024;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if let Some(wanted) = wanted.filter(|wanted| !(1..=MOST).contains(wanted)) {
         return refuse(format!("--threads {wanted}: expected 1 to {MOST}"));
     }
     let pool = ThreadPoolBuilder::new()
-        .num_threads(wanted.unwrap_or(cores))
+        .num_threads(wanted.unwrap_or_else(cores))
         .thread_name(|i| format!("pool-{i}"))
         .build()
         .context("start compute threads")?;

@@ -4,6 +4,7 @@ mod cli;
 mod commands;
 mod corpus;
 mod demo;
+mod effective;
 mod exit;
 mod interrupt;
 mod log;

@@ -9,6 +9,7 @@ use anyhow::Context;
 use data::{Order, Rows, Sampler};
 use model::{BudgetError, LayerTable, Limits, ModelConfig};
 use schedule::Policy;
+use serde_json::{Map, Value};
 use store::{State, TrainingStore};
 
 use crate::exit::{Refused, refuse};
@@ -35,10 +36,7 @@ pub(crate) fn decide(
     new_run: bool,
     ram_bytes: usize,
 ) -> anyhow::Result<Option<Run>> {
-    let defaults = Defaults {
-        max_positions: config.max_positions,
-        lr: store.defaults().get("lr").and_then(serde_json::Value::as_f64).unwrap_or(LR),
-    };
+    let defaults = defaults(config, store.defaults());
     if let Some(text) = store.read_run()?.filter(|_| !new_run) {
         return resume(store, RunRecord::from_json(&text)?, data, options);
     }
@@ -62,6 +60,14 @@ pub(crate) fn decide(
     record.reset_first = store.state().step.0 > 0;
     check_rows(&prepared.rows, &record, &store.state())?;
     Ok(Some(Run { record, rows: prepared.rows }))
+}
+
+/// What options default to for a store of this model; `stored` is what the store says.
+pub(crate) fn defaults(config: &ModelConfig, stored: &Map<String, Value>) -> Defaults {
+    Defaults {
+        max_positions: config.max_positions,
+        lr: stored.get("lr").and_then(Value::as_f64).unwrap_or(LR),
+    }
 }
 
 /// Makes the record the store's, and the store's state fit it. A kill anywhere in here leaves the
@@ -90,13 +96,7 @@ fn resume(
     if !data.is_empty() {
         differences.extend(data_differences(&record, data)?);
     }
-    if !differences.is_empty() {
-        return refuse(format!(
-            "the store's run has other options:\n  {}\nleave them out to go on with it, or start again \
-             from its weights with --new-run --data PATH",
-            differences.join("\n  ")
-        ));
-    }
+    refuse_differences(&differences)?;
     let unusable =
         "the token rows of the run cannot be used; start again with --new-run --data PATH";
     let rows = Rows::open(store.dir().join(&record.rows_file)).context(unusable)?;
@@ -123,6 +123,18 @@ fn resume(
     rows.verify().context(unusable)?;
     check_rows(&rows, &record, &store.state())?;
     Ok(Some(Run { record, rows }))
+}
+
+/// Refuses options that would change the bits of the store's run, each by name.
+pub(crate) fn refuse_differences(differences: &[String]) -> anyhow::Result<()> {
+    if differences.is_empty() {
+        return Ok(());
+    }
+    refuse(format!(
+        "the store's run has other options:\n  {}\nleave them out to go on with it, or start again \
+         from its weights with --new-run --data PATH",
+        differences.join("\n  ")
+    ))
 }
 
 fn data_differences(record: &RunRecord, data: &[PathBuf]) -> anyhow::Result<Vec<String>> {

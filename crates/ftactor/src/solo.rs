@@ -22,17 +22,17 @@ use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show};
 use crate::run_record::RunRecord;
 use crate::run_start::{Run, decide, limits, order, settle};
-use crate::{demo, machine, text};
+use crate::{demo, effective, machine, text};
 
-const LOCK_WAIT: Duration = Duration::from_secs(10);
+pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// How long a closing run waits for threads to let go of the store.
 const LET_GO: Duration = Duration::from_secs(2);
-const METRICS_ADDRESS: &str = "127.0.0.1:9464";
+pub(crate) const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
 pub(crate) fn run(args: &SoloArgs) -> anyhow::Result<ExitCode> {
     let options = args.options.with_file(args.options_file.as_deref())?;
     if args.print_config {
-        out!("{}", options.to_toml()?);
+        out!("{}", effective::print_config(args, &options)?);
         return Ok(ExitCode::SUCCESS);
     }
     if args.demo {
