@@ -138,3 +138,22 @@ fn comments(all: &TrainOptions) -> Vec<String> {
     }
     lines
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Args;
+
+    use super::*;
+
+    #[test]
+    fn no_option_is_forgotten() {
+        let all = effective(&TrainOptions::default(), &Known::default()).unwrap();
+        let lines = [comments(&all).join("\n"), all.to_toml().unwrap()].concat();
+        let words = lines.split(|c: char| !c.is_alphanumeric() && c != '-');
+        let command = TrainOptions::augment_args(clap::Command::new("options"));
+        for name in command.get_arguments().filter_map(clap::Arg::get_long) {
+            let is_there = words.clone().any(|word| word == name);
+            assert!(is_there || name == "no-shuffle", "no {name} in {lines}");
+        }
+    }
+}
