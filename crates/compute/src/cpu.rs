@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - all blocks that grow with the model come from the budget; outside it are 8 MiB of a product's
-//!   packed operand, per thread a block of the other one, the tiles of attention (800 KiB for heads of
+//!   packed operand, per thread a block of the other one, the tiles of attention (600 KiB for heads of
 //!   128) and 8 bytes per position, and 12 bytes per token of head statistics;
 //! - every command answers exactly once, a panic included.
 

@@ -13,6 +13,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use model::HostBytes;
 use rayon::prelude::*;
 
 mod kernel;
@@ -59,19 +60,21 @@ pub(crate) fn tn(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
 }
 
 /// Taken while in use; a device computes one product at a time.
-static PACKED: Mutex<Vec<f32>> = Mutex::new(Vec::new());
+static PACKED: Mutex<Option<HostBytes>> = Mutex::new(None);
 
 fn parallel(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
     let isa = Isa::detect();
     let (k, panel) = (a.cols(), isa.panel());
     let most = PACKED_BYTES / 4 / k.max(1);
-    let mut packed = std::mem::take(&mut *spare());
+    let bytes = (b.cols().min(most.max(panel)).next_multiple_of(panel) * k * 4).max(PACKED_BYTES);
+    let spare_block = spare().take().filter(|block| block.len() >= bytes);
+    let mut room = spare_block.unwrap_or_else(|| HostBytes::zeroed(bytes));
     let mut right = c;
     for columns in equal_parts(b.cols(), most, panel) {
         let (c, rest) = right.split_at_col(columns.len());
         right = rest;
         let b = b.subcols(columns);
-        let packed = room(&mut packed, b.cols().next_multiple_of(panel) * k);
+        let packed = &mut room.f32s_mut()[..b.cols().next_multiple_of(panel) * k];
         let pieces: Vec<_> = kernel::pieces(packed, k, panel).collect();
         pieces.into_par_iter().for_each(|piece| piece.pack(b));
         let packed = Packed::new(packed, k);
@@ -80,11 +83,11 @@ fn parallel(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
             isa.block(c, accum, a, packed.skip_columns(j), 1.0);
         });
     }
-    *spare() = packed;
+    *spare() = Some(room);
 }
 
-fn spare() -> MutexGuard<'static, Vec<f32>> {
-    // Only whole vectors are moved under the lock.
+fn spare() -> MutexGuard<'static, Option<HostBytes>> {
+    // Only whole blocks are moved under the lock.
     PACKED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -11,6 +11,8 @@ use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 
+use crate::os::{LARGE_BYTES, Pages};
+
 /// Alignment of every block and unit of the on-disk layout.
 pub const PAGE_BYTES: usize = 4096;
 
@@ -29,7 +31,8 @@ unsafe impl Send for HostBytes {}
 unsafe impl Sync for HostBytes {}
 
 impl HostBytes {
-    /// A zeroed, page-aligned, writable heap block of `len` bytes.
+    /// A zeroed, page-aligned, writable block of `len` bytes; a large one is on huge pages where the
+    /// system has them.
     pub fn zeroed(len: usize) -> HostBytes {
         HostBytes::zeroed_with(len, ())
     }
@@ -37,9 +40,9 @@ impl HostBytes {
     /// [`HostBytes::zeroed`], keeping `lease` alive as long as the block: its drop returns the
     /// block's share to whoever counts it.
     pub fn zeroed_with<L: Any + Send + Sync>(len: usize, lease: L) -> HostBytes {
-        let heap = Heap::zeroed(len);
-        let start = heap.start;
-        HostBytes { start, len, writable: true, _owner: Box::new((heap, lease)) }
+        let fresh = Fresh::zeroed(len);
+        let start = fresh.start();
+        HostBytes { start, len, writable: true, _owner: Box::new((fresh, lease)) }
     }
 
     /// A block that starts at `start`, valid as long as `owner` lives.
@@ -74,7 +77,7 @@ impl HostBytes {
 
     /// The block's bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: `from_owner`'s contract and `Heap` keep `start..start + len` valid and
+        // SAFETY: `from_owner`'s contract and `Fresh` keep `start..start + len` valid and
         // initialised while `self` lives; writing needs `&mut self`.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
@@ -115,6 +118,31 @@ impl fmt::Debug for HostBytes {
     }
 }
 
+/// Fresh memory: large blocks are maps of their own.
+enum Fresh {
+    Heap(Heap),
+    Large(Pages),
+}
+
+impl Fresh {
+    fn zeroed(len: usize) -> Fresh {
+        let layout = Layout::from_size_align(len.max(1), PAGE_BYTES)
+            .unwrap_or_else(|_| panic!("block of {len} bytes is beyond the address space"));
+        if len < LARGE_BYTES {
+            return Fresh::Heap(Heap::zeroed(layout));
+        }
+        let pages = Pages::zeroed(len);
+        Fresh::Large(pages.unwrap_or_else(|_| handle_alloc_error(layout)))
+    }
+
+    fn start(&self) -> NonNull<u8> {
+        match self {
+            Fresh::Heap(heap) => heap.start,
+            Fresh::Large(pages) => pages.start(),
+        }
+    }
+}
+
 struct Heap {
     start: NonNull<u8>,
     layout: Layout,
@@ -126,9 +154,7 @@ unsafe impl Send for Heap {}
 unsafe impl Sync for Heap {}
 
 impl Heap {
-    fn zeroed(len: usize) -> Heap {
-        let layout = Layout::from_size_align(len.max(1), PAGE_BYTES)
-            .unwrap_or_else(|_| panic!("block of {len} bytes is beyond the address space"));
+    fn zeroed(layout: Layout) -> Heap {
         // SAFETY: the layout's size is at least 1.
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
@@ -155,6 +181,18 @@ mod tests {
         assert!(block.bytes().iter().all(|&b| b == 0));
         block.f32s_mut()[1024] = 1.5;
         assert_eq!(block.bytes()[4096..], 1.5f32.to_le_bytes());
+    }
+
+    #[test]
+    fn large_blocks_are_zeroed_aligned_writable_and_given_back() {
+        for len in [LARGE_BYTES, LARGE_BYTES + 4, 3 * LARGE_BYTES + 70_000] {
+            let mut block = HostBytes::zeroed(len);
+            assert!((block.bytes().as_ptr() as usize).is_multiple_of(LARGE_BYTES));
+            assert!(block.bytes().iter().all(|byte| *byte == 0));
+            block.bytes_mut()[len - 1] = 1;
+        }
+        // All of them together are beyond the address space.
+        (0..200_000).for_each(|_| drop(HostBytes::zeroed(1 << 30)));
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod hash;
 mod ids;
 mod layers;
 mod limits;
+mod os;
 
 pub use bytes::{HostBytes, PAGE_BYTES};
 pub use config::{ConfigError, Family, ModelConfig, RopeScaling};

@@ -1,0 +1,79 @@
+//! Large blocks of memory from the operating system, on huge pages where it has them.
+//!
+//! Why: a product walks rows that lie far apart. With small pages nearly every row is another entry
+//! of the address translation's cache, which holds few megabytes; inside a virtual machine each miss
+//! costs two walks. Layers became a fifth faster.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::ptr::NonNull;
+
+/// From this length on a block is worth a map of its own: one huge page of x86-64.
+pub(crate) const LARGE_BYTES: usize = 2 << 20;
+
+/// Of all systems: a multiple of it is a whole number of pages.
+const LARGEST_PAGE_BYTES: usize = 64 << 10;
+
+/// An anonymous private map, zeroed, aligned to [`LARGE_BYTES`].
+#[derive(Debug)]
+pub(crate) struct Pages {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a `Pages` owns its map and gives no access to it.
+unsafe impl Send for Pages {}
+// SAFETY: as above.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    /// `len` bytes, at least 1.
+    pub(crate) fn zeroed(len: usize) -> io::Result<Pages> {
+        let beyond = || io::Error::from(io::ErrorKind::OutOfMemory);
+        let whole = len.checked_next_multiple_of(LARGEST_PAGE_BYTES).ok_or_else(beyond)?;
+        let wide = whole.checked_add(LARGE_BYTES).ok_or_else(beyond)?;
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new map anywhere touches nothing that exists.
+        let map = unsafe { libc::mmap(std::ptr::null_mut(), wide, protection, flags, -1, 0) };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let map = NonNull::new(map.cast::<u8>()).ok_or_else(beyond)?;
+        let before = map.as_ptr().align_offset(LARGE_BYTES);
+        // SAFETY: the map is longer than `before`, which is below `LARGE_BYTES`, by `whole`.
+        let start = unsafe { map.add(before) };
+        let pages = Pages { start, len: whole };
+        // SAFETY: both are whole pages of the new map, before and behind what is kept.
+        unsafe {
+            unmap(map, before);
+            unmap(start.add(whole), wide - before - whole);
+        }
+        #[cfg(target_os = "linux")]
+        // SAFETY: advice about pages of ours. If it is refused pages stay small.
+        unsafe {
+            libc::madvise(start.as_ptr().cast(), whole, libc::MADV_HUGEPAGE);
+        }
+        Ok(pages)
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: the map is ours, and nobody uses it after its owner.
+        unsafe { unmap(self.start, self.len) };
+    }
+}
+
+/// # Safety
+/// `len` bytes from `start` on, a page's start, are mapped by us and not used any more.
+unsafe fn unmap(start: NonNull<u8>, len: usize) {
+    if len > 0 {
+        // SAFETY: the caller's promise. Unmapping whole maps of ours cannot fail.
+        unsafe { libc::munmap(start.as_ptr().cast(), len) };
+    }
+}
