@@ -17,12 +17,13 @@ fn main() {
 }
 
 fn round() -> f64 {
-    let operands = [(); THREADS].map(|()| (Mat::zeros(N, N), Mat::ones(N, N), Mat::ones(N, N)));
+    let square = Mat::<f32>::ones;
+    let operands = [(); THREADS].map(|()| (square(N, N), square(N, N), square(N, N)));
     let start = Instant::now();
     std::thread::scope(|scope| {
         for (mut c, a, b) in operands {
             scope.spawn(move || {
-                matmul::<f32, _, _>(c.as_mut(), Accum::Replace, &a, &b, 1.0, Par::Seq);
+                matmul(c.as_mut(), Accum::Replace, a.as_ref(), b.as_ref(), 1.0_f32, Par::Seq);
             });
         }
     });
