@@ -17,6 +17,7 @@ use model::HostBytes;
 use rayon::prelude::*;
 
 mod kernel;
+mod lane;
 mod matrix;
 
 pub(crate) use kernel::{DEPTH, Packed};

@@ -12,6 +12,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use super::lane::{Lane, Plain};
 use super::matrix::{MatMut, MatRef};
 use super::{Accum, equal_parts};
 
@@ -181,138 +182,6 @@ fn prefetch<const LEVEL: i32>(address: *const f32) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
-}
-
-/// A vector register of float32 values.
-trait Lane: Copy {
-    const WIDTH: usize;
-
-    /// # Safety
-    /// As for all of these: the lane's instruction set was detected.
-    unsafe fn zero() -> Self;
-    /// # Safety
-    /// `WIDTH` elements from `from` on can be read.
-    unsafe fn load(from: *const f32) -> Self;
-    /// # Safety
-    /// `from` can be read.
-    unsafe fn splat(from: *const f32) -> Self;
-    /// # Safety
-    /// `WIDTH` elements from `to` on can be written.
-    unsafe fn store(self, to: *mut f32);
-    /// # Safety
-    /// As for [`Lane::zero`].
-    unsafe fn fma(self, by: Self, plus: Self) -> Self;
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::*;
-
-    use super::Lane;
-
-    impl Lane for __m512 {
-        const WIDTH: usize = 16;
-
-        #[inline(always)]
-        unsafe fn zero() -> Self {
-            // SAFETY: the caller vouches for the instruction set.
-            unsafe { _mm512_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: as in `zero`; the caller vouches for the elements.
-            unsafe { _mm512_loadu_ps(from) }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(from: *const f32) -> Self {
-            // SAFETY: as in `load`.
-            unsafe { _mm512_set1_ps(*from) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(self, to: *mut f32) {
-            // SAFETY: as in `load`.
-            unsafe { _mm512_storeu_ps(to, self) }
-        }
-
-        #[inline(always)]
-        unsafe fn fma(self, by: Self, plus: Self) -> Self {
-            // SAFETY: as in `zero`.
-            unsafe { _mm512_fmadd_ps(self, by, plus) }
-        }
-    }
-
-    impl Lane for __m256 {
-        const WIDTH: usize = 8;
-
-        #[inline(always)]
-        unsafe fn zero() -> Self {
-            // SAFETY: the caller vouches for the instruction set.
-            unsafe { _mm256_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: as in `zero`; the caller vouches for the elements.
-            unsafe { _mm256_loadu_ps(from) }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(from: *const f32) -> Self {
-            // SAFETY: as in `load`.
-            unsafe { _mm256_set1_ps(*from) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(self, to: *mut f32) {
-            // SAFETY: as in `load`.
-            unsafe { _mm256_storeu_ps(to, self) }
-        }
-
-        #[inline(always)]
-        unsafe fn fma(self, by: Self, plus: Self) -> Self {
-            // SAFETY: as in `zero`.
-            unsafe { _mm256_fmadd_ps(self, by, plus) }
-        }
-    }
-}
-
-/// The portable register. `mul_add` rounds once, as the instructions do.
-#[derive(Clone, Copy)]
-struct Plain([f32; 8]);
-
-impl Lane for Plain {
-    const WIDTH: usize = 8;
-
-    #[inline(always)]
-    unsafe fn zero() -> Self {
-        Plain([0.0; 8])
-    }
-
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller vouches for the elements; float32 arrays have float32's alignment.
-        Plain(unsafe { *from.cast() })
-    }
-
-    #[inline(always)]
-    unsafe fn splat(from: *const f32) -> Self {
-        // SAFETY: the caller vouches for the element.
-        Plain([unsafe { *from }; 8])
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        // SAFETY: as in `load`.
-        unsafe { *to.cast() = self.0 }
-    }
-
-    #[inline(always)]
-    unsafe fn fma(self, by: Self, plus: Self) -> Self {
-        Plain(std::array::from_fn(|i| self.0[i].mul_add(by.0[i], plus.0[i])))
-    }
 }
 
 /// B as [`pieces`] and [`Piece::pack`] laid it out, seen from one of its columns.
