@@ -1,7 +1,8 @@
 //! What a transformer is made of: ids, shapes, layers, tensors, and the memory they may use.
 //!
 //! Invariants:
-//! - nothing here knows files, sockets, devices, threads or async code;
+//! - nothing here knows files, sockets, devices, threads or async code; of the operating system only
+//!   where memory comes from;
 //! - a layer's tensors lie back to back in one block, in the order of its [`LayerSpec`];
 //! - everything is derived from [`ModelConfig`] alone, never from a memory budget, so that bits
 //!   never depend on one.
