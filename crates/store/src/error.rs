@@ -68,6 +68,7 @@ fn unlike_a_file(error: &IoError) -> Option<&'static str> {
     match error.source.kind() {
         io::ErrorKind::UnexpectedEof => Some("it ends early"),
         io::ErrorKind::IsADirectory => Some("it is a directory"),
+        io::ErrorKind::NotSeekable => Some("it is not a regular file"),
         _ => None,
     }
 }

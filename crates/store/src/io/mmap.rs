@@ -92,8 +92,7 @@ impl Io for Mmap {
     }
 
     fn open(&self, path: &Path, access: Access) -> Result<FileId, IoError> {
-        let write = access == Access::ReadWrite;
-        let file = OpenOptions::new().read(true).write(write).open(path);
+        let file = os::open(path, access == Access::ReadWrite);
         Ok(self.keep(file.map_err(|e| IoError::new("open", path, e))?, path))
     }
 
@@ -183,7 +182,7 @@ impl Io for Mmap {
     }
 
     fn lock(&self, path: &Path, kind: LockKind) -> Result<Option<Lock>, IoError> {
-        let file = File::open(path).map_err(|e| IoError::new("open", path, e))?;
+        let file = os::open(path, false).map_err(|e| IoError::new("open", path, e))?;
         let locked = match kind {
             LockKind::Exclusive => file.try_lock(),
             LockKind::Shared => file.try_lock_shared(),

@@ -6,7 +6,7 @@
 //! - the pieces of a cut block never overlap, and the block is given back only when none is left.
 #![allow(unsafe_code)]
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
@@ -15,6 +15,28 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, MmapOptions};
 use model::{HostBytes, PAGE_BYTES};
+
+/// Opens what is there for reading, or for both. A pipe in a file's place is an error at once, where
+/// the operating system would wait for its other end, and so is whatever else is no regular file.
+pub(crate) fn open(path: &Path, write: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(write);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        // Means nothing for a regular file.
+        options.custom_flags(libc::O_NONBLOCK);
+    }
+    let file = options.open(path)?;
+    let kind = file.metadata()?.file_type();
+    if kind.is_file() {
+        Ok(file)
+    } else if kind.is_dir() {
+        Err(io::ErrorKind::IsADirectory.into())
+    } else {
+        Err(io::ErrorKind::NotSeekable.into())
+    }
+}
 
 /// A read-only map of `len > 0` bytes of `file` at `offset`; `released` runs after its unmapping.
 pub(crate) fn map(

@@ -99,6 +99,39 @@ fn directories_in_place_of_both_log_copies_are_damage() {
     assert!(matches!(open(&io, &dir), Err(StoreError::Damaged { .. })));
 }
 
+/// A pipe would be waited for.
+#[cfg(unix)]
+#[test]
+fn a_pipe_in_place_of_any_file_is_named_at_once() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    let slot = "layers/0/a/";
+    let files = ["store.json", "config.json", "commit/00000001.log", "commit/00000001.mirror"]
+        .map(String::from)
+        .into_iter()
+        .chain(Plane::ALL.map(|plane| format!("{slot}{}.safetensors", plane.name())))
+        .chain([format!("{slot}hashes")]);
+    for name in files {
+        let (path, kept) = (dir.join(&name), temporary.path().join("kept"));
+        fs::rename(&path, &kept).unwrap();
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let said = match read(&io, &dir) {
+            Ok(store) => store.recovery().warnings.join(" "),
+            Err(error) => error.to_string(),
+        };
+        let last = name.rsplit('/').next().unwrap();
+        let trained = open(&io, &dir).map(|(store, recovery)| (store.close(), recovery.warnings));
+        let trained = trained.map_or_else(|error| error.to_string(), |(_, w)| w.join(" "));
+        for said in [said, trained] {
+            assert!(said.contains(last) && said.contains("not a regular file"), "{name}: {said}");
+        }
+        fs::remove_dir_all(&dir).unwrap();
+        create_store(&io, &dir, CONFIG).unwrap();
+    }
+}
+
 #[test]
 fn a_slot_file_with_a_second_name_is_never_written() {
     let temporary = tempfile::tempdir().unwrap();

@@ -72,12 +72,15 @@ pub(crate) fn fresh_image() -> Image {
     memory.image()
 }
 
+/// A process that a test of another thread starts has our locks too until it becomes its program.
+const LOCK_WAIT: Duration = Duration::from_secs(2);
+
 pub(crate) fn open(io: &Arc<dyn Io>, dir: &Path) -> Result<(TrainingStore, Recovery), StoreError> {
-    TrainingStore::open(Arc::clone(io), dir, Budget::new(64 << 20), Duration::ZERO)
+    TrainingStore::open(Arc::clone(io), dir, Budget::new(64 << 20), LOCK_WAIT)
 }
 
 pub(crate) fn read(io: &Arc<dyn Io>, dir: &Path) -> Result<ReadingStore, StoreError> {
-    ReadingStore::open(Arc::clone(io), dir, Duration::ZERO)
+    ReadingStore::open(Arc::clone(io), dir, LOCK_WAIT)
 }
 
 fn filled(
