@@ -5,14 +5,14 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
 
 use model::{Budget, LayerId, Plane, Slot};
 use safetensors::SafeTensors;
 use store::{AfterUse, StoreError, TrainingStore, blocking, mmap_engine};
 
 use crate::support::{
-    CONFIG, assert_contents, create_store, open, read, table, train_step, value, write_layer,
+    CONFIG, LOCK_WAIT, assert_contents, create_store, open, read, table, train_step, value,
+    write_layer,
 };
 
 #[test]
@@ -172,7 +172,7 @@ fn maps_need_no_budget() {
     let io = mmap_engine(1, true);
     create_store(&io, &dir, CONFIG).unwrap();
     let (store, _) =
-        TrainingStore::open(Arc::clone(&io), &dir, Budget::new(16), Duration::ZERO).unwrap();
+        TrainingStore::open(Arc::clone(&io), &dir, Budget::new(16), LOCK_WAIT).unwrap();
     blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..320, AfterUse::Forget, done))
         .unwrap();
     let rows = blocking(|done| store.gather_rows(LayerId(0), Slot::A, 8, vec![1], done));

@@ -73,7 +73,7 @@ pub(crate) fn fresh_image() -> Image {
 }
 
 /// A process that a test of another thread starts has our locks too until it becomes its program.
-const LOCK_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const LOCK_WAIT: Duration = Duration::from_millis(300);
 
 pub(crate) fn open(io: &Arc<dyn Io>, dir: &Path) -> Result<(TrainingStore, Recovery), StoreError> {
     TrainingStore::open(Arc::clone(io), dir, Budget::new(64 << 20), LOCK_WAIT)
