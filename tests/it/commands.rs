@@ -3,11 +3,14 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
+use std::process::Stdio;
 
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-use crate::lab::{FAMILIES, Lab, Ran, State, events, ftactor, inspect, log, state, steps, train};
+use crate::lab::{
+    FAMILIES, Lab, Ran, State, command, events, ftactor, inspect, log, state, steps, train,
+};
 
 const RUN: [&str; 6] = ["--steps", "4", "--seq-len", "32", "--batch-rows", "4"];
 
@@ -104,6 +107,48 @@ fn a_clean_close_leaves_an_index_into_the_live_slots() {
             let bytes = fs::read(Path::new(&store).join(file)).unwrap();
             SafeTensors::deserialize(&bytes).unwrap().tensor(tensor).unwrap();
         }
+    }
+}
+
+#[test]
+fn nothing_is_exported_into_the_store() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    for out in [store.clone(), format!("{store}/layers/new"), format!("{store}/./new/deeper")] {
+        ftactor(&["export", "--store", &store, "--out", &out])
+            .expect(2)
+            .says(&[&out, "outside the store"]);
+    }
+}
+
+#[test]
+fn a_damaged_run_record_is_named() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    let file = format!("{store}/run.json");
+    let record = fs::read(&file).unwrap();
+    for damaged in [&b""[..], &record[..record.len() / 2], b"{}"] {
+        fs::write(&file, damaged).unwrap();
+        train(&store, &["--steps", "5"]).expect(3).says(&[&file, "damaged"]);
+        ftactor(&["verify", "--store", &store]).expect(3).says(&[&file]);
+    }
+    fs::write(&file, br#"{"format": 2, "of-tomorrow": 1}"#).unwrap();
+    train(&store, &["--steps", "5"]).expect(2).says(&["format 2"]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_a_full_disk_swallows_is_a_failure_and_a_closed_pipe_is_none() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    for arguments in [&["inspect", "--store", &store][..], &["solo", "--print-config"]] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let ran = command(arguments).stdout(full).output().unwrap();
+        assert_eq!(ran.status.code(), Some(5), "{arguments:?}");
+        assert!(String::from_utf8_lossy(&ran.stderr).contains("standard output"));
+        let mut child = command(arguments).stdout(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        assert!(child.wait().unwrap().success(), "{arguments:?}");
     }
 }
 

@@ -48,7 +48,7 @@ impl Known {
         let run = store.read_run()?.filter(|_| !new_run);
         Ok(Known {
             defaults: Some(run_start::defaults(&config, store.defaults())),
-            run: run.map(|text| RunRecord::from_json(&text)).transpose()?,
+            run: run.map(|text| RunRecord::from_json(dir, &text)).transpose()?,
         })
     }
 }

@@ -38,6 +38,12 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS }
 }
 
+/// Everything was done but for the saying of it.
+pub(crate) fn output_lost() -> ExitCode {
+    errln!("error: standard output cannot be written (is its disk full?): some of it is lost");
+    ExitCode::from(FAILED)
+}
+
 /// Prints an error with its causes, once each.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let mut text = error.to_string();

@@ -32,6 +32,7 @@ fn main() -> ExitCode {
     };
     telemetry::init_tracing(cli.log_json);
     match run(cli) {
+        Ok(_) if out::is_lost() => exit::output_lost(),
         Ok(code) => code,
         Err(error) => exit::report(&error),
     }

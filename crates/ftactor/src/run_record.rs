@@ -1,11 +1,14 @@
 //! `run.json`: every option that changes bits, frozen when a run starts.
 
+use std::path::Path;
+
 use actors::Clip;
 use anyhow::Context;
 use model::RunShape;
 use optim::{AdamW, LrSchedule, Schedule};
 use schedule::Policy;
 use serde::{Deserialize, Serialize};
+use store::StoreError;
 
 use crate::exit::{Refused, refuse};
 use crate::options::{DeviceChoice, TrainOptions, UpdateChoice, parse_clip};
@@ -136,16 +139,18 @@ impl RunRecord {
         Ok(record)
     }
 
-    /// Reads the text of a `run.json`.
-    pub(crate) fn from_json(text: &str) -> anyhow::Result<RunRecord> {
-        let record: RunRecord = serde_json::from_str(text)
-            .map_err(|e| Refused(format!("run.json of the store cannot be read: {e}")))?;
-        if record.format != FORMAT {
-            return refuse(format!(
-                "run.json has format {}, this ftactor knows {FORMAT}",
-                record.format
-            ));
+    /// Reads the text of the `run.json` of the store in `dir`.
+    pub(crate) fn from_json(dir: &Path, text: &str) -> anyhow::Result<RunRecord> {
+        let damaged = |error: serde_json::Error| StoreError::Damaged {
+            file: dir.join("run.json"),
+            what: error.to_string(),
+        };
+        let value: serde_json::Value = serde_json::from_str(text).map_err(damaged)?;
+        // First: a newer format may have fields that this version does not know.
+        if let Some(format) = value["format"].as_u64().filter(|f| *f != u64::from(FORMAT)) {
+            return refuse(format!("run.json has format {format}, this ftactor knows {FORMAT}"));
         }
+        let record: RunRecord = serde_json::from_value(value).map_err(damaged)?;
         record.check()?;
         Ok(record)
     }
@@ -277,7 +282,7 @@ mod tests {
         let r = record(&TrainOptions::default()).unwrap();
         assert_eq!((r.seq_len, r.batch_rows, r.micro_rows), (1024, 8, 2));
         assert_eq!((r.lr, r.warmup_steps, r.clip.as_str()), (1e-5, 3, "global:1.0"));
-        assert_eq!(RunRecord::from_json(&r.to_json().unwrap()).unwrap(), r);
+        assert_eq!(RunRecord::from_json(Path::new("s"), &r.to_json().unwrap()).unwrap(), r);
     }
 
     #[test]
@@ -305,7 +310,10 @@ mod tests {
         {
             let mut edited: serde_json::Value = serde_json::from_str(&text).unwrap();
             edited[field] = serde_json::from_str(value).unwrap();
-            assert!(RunRecord::from_json(&edited.to_string()).is_err(), "{field} {value}");
+            assert!(
+                RunRecord::from_json(Path::new("s"), &edited.to_string()).is_err(),
+                "{field} {value}"
+            );
         }
     }
 

@@ -38,7 +38,7 @@ pub(crate) fn decide(
 ) -> anyhow::Result<Option<Run>> {
     let defaults = defaults(config, store.defaults());
     if let Some(text) = store.read_run()?.filter(|_| !new_run) {
-        return resume(store, RunRecord::from_json(&text)?, data, options);
+        return resume(store, RunRecord::from_json(store.dir(), &text)?, data, options);
     }
     check_paths(store, options)?;
     if data.is_empty() {
