@@ -7,8 +7,7 @@
 //!   [`PACKED_BYTES`].
 //!
 //! Why not a library: none gives equal bits on every instruction set, and the one measured (faer)
-//! packs both operands again for every block it is given. `cargo bench --bench layer` has it beside
-//! ours.
+//! packs both operands again for every block it is given. `tests/peers/faer` has its rate.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -67,7 +66,7 @@ fn parallel(c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
     let isa = Isa::detect();
     let (k, panel) = (a.cols(), isa.panel());
     let most = PACKED_BYTES / 4 / k.max(1);
-    let bytes = (b.cols().min(most.max(panel)).next_multiple_of(panel) * k * 4).max(PACKED_BYTES);
+    let bytes = PACKED_BYTES.max(panel * k * 4);
     let spare_block = spare().take().filter(|block| block.len() >= bytes);
     let mut room = spare_block.unwrap_or_else(|| HostBytes::zeroed(bytes));
     let mut right = c;
