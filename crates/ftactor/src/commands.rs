@@ -114,7 +114,7 @@ fn say_made(store: &Path, report: &Report) {
 
 pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     let store = open(&args.store)?;
-    if is_inside(&args.out, store.dir()) {
+    if machine::is_inside(&args.out, store.dir()) {
         return refuse(format!("--out {}: give a directory outside the store", args.out.display()));
     }
     let dtype = match args.dtype {
@@ -127,14 +127,6 @@ pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<ExitCode> {
     drop(bar);
     outln!("exported step {} to {}", store.state().step, args.out.display());
     Ok(ExitCode::SUCCESS)
-}
-
-/// Whether `path`, which need not exist yet, is `dir` or below it.
-fn is_inside(path: &Path, dir: &Path) -> bool {
-    let here = Path::new(".");
-    let there = path.ancestors().map(|p| if p.as_os_str().is_empty() { here } else { p });
-    let nearest = there.into_iter().find_map(|p| p.canonicalize().ok());
-    nearest.zip(dir.canonicalize().ok()).is_some_and(|(path, dir)| path.starts_with(dir))
 }
 
 pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {

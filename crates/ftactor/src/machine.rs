@@ -116,6 +116,14 @@ pub(crate) fn failed(failure: Failure) -> anyhow::Error {
     anyhow::Error::new(failure)
 }
 
+/// Whether `path`, which need not exist yet, is `dir` or below it.
+pub(crate) fn is_inside(path: &Path, dir: &Path) -> bool {
+    let here = Path::new(".");
+    let there = path.ancestors().map(|p| if p.as_os_str().is_empty() { here } else { p });
+    let nearest = there.into_iter().find_map(|p| p.canonicalize().ok());
+    nearest.zip(dir.canonicalize().ok()).is_some_and(|(path, dir)| path.starts_with(dir))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

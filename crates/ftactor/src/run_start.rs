@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 use store::{State, TrainingStore};
 
 use crate::exit::{Refused, refuse};
+use crate::machine;
 use crate::options::TrainOptions;
 use crate::out::errln;
 use crate::run_record::{Defaults, RunRecord};
@@ -211,8 +212,7 @@ fn check_paths(store: &TrainingStore, options: &TrainOptions) -> anyhow::Result<
     let folder = folder.canonicalize().map_err(|e| {
         Refused(format!("--log {}: its directory cannot be used: {e}", log.display()))
     })?;
-    let inside = store.dir().canonicalize().is_ok_and(|dir| folder.starts_with(dir));
-    if inside || log.is_dir() {
+    if machine::is_inside(&folder, store.dir()) || log.is_dir() {
         return refuse(format!("--log {}: give a file outside the store", log.display()));
     }
     if log.metadata().is_ok_and(|is| !is.is_file() && !is_open_already(log, is.file_type())) {
