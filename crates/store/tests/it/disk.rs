@@ -2,25 +2,32 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use model::{Budget, LayerId, Plane, Slot};
 use safetensors::SafeTensors;
-use store::{AfterUse, StoreError, TrainingStore, blocking, mmap_engine};
+use store::{AfterUse, Io, StoreError, TrainingStore, blocking, mmap_engine};
+use tempfile::TempDir;
 
 use crate::support::{
     CONFIG, LOCK_WAIT, assert_contents, create_store, open, read, table, train_step, value,
     write_layer,
 };
 
-#[test]
-fn state_files_open_in_the_safetensors_crate_bit_for_bit() {
+/// A new store on a real disk.
+fn created() -> (TempDir, PathBuf, Arc<dyn Io>) {
     let temporary = tempfile::tempdir().unwrap();
     let dir = temporary.path().join("s");
     let io = mmap_engine(1, true);
     create_store(&io, &dir, CONFIG).unwrap();
+    (temporary, dir, io)
+}
+
+#[test]
+fn state_files_open_in_the_safetensors_crate_bit_for_bit() {
+    let (_temporary, dir, io) = created();
     let (store, _) = open(&io, &dir).unwrap();
     train_step(&store).unwrap();
     store.close().unwrap();
@@ -59,10 +66,7 @@ fn no_state_file_is_sparse() {
 #[test]
 fn a_directory_in_place_of_one_log_copy_is_a_missing_copy() {
     for copy in ["log", "mirror"] {
-        let temporary = tempfile::tempdir().unwrap();
-        let dir = temporary.path().join("s");
-        let io = mmap_engine(1, true);
-        create_store(&io, &dir, CONFIG).unwrap();
+        let (_temporary, dir, io) = created();
         let (store, _) = open(&io, &dir).unwrap();
         train_step(&store).unwrap();
         store.close().unwrap();
@@ -87,10 +91,7 @@ fn a_directory_in_place_of_one_log_copy_is_a_missing_copy() {
 
 #[test]
 fn directories_in_place_of_both_log_copies_are_damage() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (_temporary, dir, io) = created();
     for copy in ["log", "mirror"] {
         let path = dir.join(format!("commit/00000001.{copy}"));
         fs::remove_file(&path).unwrap();
@@ -103,10 +104,7 @@ fn directories_in_place_of_both_log_copies_are_damage() {
 #[cfg(unix)]
 #[test]
 fn a_pipe_in_place_of_any_file_is_named_at_once() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (temporary, dir, io) = created();
     let slot = "layers/0/a/";
     let files = ["store.json", "config.json", "commit/00000001.log", "commit/00000001.mirror"]
         .map(String::from)
@@ -134,10 +132,7 @@ fn a_pipe_in_place_of_any_file_is_named_at_once() {
 
 #[test]
 fn a_slot_file_with_a_second_name_is_never_written() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (temporary, dir, io) = created();
     let (store, _) = open(&io, &dir).unwrap();
     let kept = temporary.path().join("kept");
     fs::hard_link(dir.join("layers/0/b/exp_avg.safetensors"), &kept).unwrap();
@@ -149,10 +144,7 @@ fn a_slot_file_with_a_second_name_is_never_written() {
 
 #[test]
 fn a_mapped_range_is_not_written() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (_temporary, dir, io) = created();
     let (store, _) = open(&io, &dir).unwrap();
     write_layer(&store, LayerId(0), Slot::B, 1).unwrap();
     let bound =
@@ -167,10 +159,7 @@ fn a_mapped_range_is_not_written() {
 
 #[test]
 fn maps_need_no_budget() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (_temporary, dir, io) = created();
     let (store, _) =
         TrainingStore::open(Arc::clone(&io), &dir, Budget::new(16), LOCK_WAIT).unwrap();
     blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..320, AfterUse::Forget, done))
@@ -182,10 +171,7 @@ fn maps_need_no_budget() {
 #[test]
 fn a_store_that_cannot_be_written_can_be_read() {
     use std::os::unix::fs::PermissionsExt;
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (_temporary, dir, io) = created();
     fs::set_permissions(dir.join("commit"), fs::Permissions::from_mode(0o500)).unwrap();
     assert_eq!(read(&io, &dir).unwrap().verify(|_, _| {}).unwrap(), []);
     // The superuser writes anywhere.
@@ -200,10 +186,7 @@ fn a_store_that_cannot_be_written_can_be_read() {
 #[test]
 fn directories_in_the_place_of_files_are_damage_on_disk_too() {
     for name in ["layers/0/a/weight.safetensors", "layers/0/a/hashes"] {
-        let temporary = tempfile::tempdir().unwrap();
-        let dir = temporary.path().join("s");
-        let io = mmap_engine(1, true);
-        create_store(&io, &dir, CONFIG).unwrap();
+        let (_temporary, dir, io) = created();
         fs::remove_file(dir.join(name)).unwrap();
         fs::create_dir(dir.join(name)).unwrap();
         let read = read(&io, &dir).and_then(|store| store.check_weights());
@@ -215,10 +198,7 @@ fn directories_in_the_place_of_files_are_damage_on_disk_too() {
 
 #[test]
 fn what_cannot_be_looked_at_is_not_missing() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (temporary, dir, io) = created();
     // A link to itself cannot be followed by anybody, the superuser included.
     for name in ["layers/0/a/weight.safetensors", "config.json", "store.json"] {
         let path = dir.join(name);
@@ -235,10 +215,7 @@ fn what_cannot_be_looked_at_is_not_missing() {
 
 #[test]
 fn links_in_slots_are_refused_by_training() {
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (temporary, dir, io) = created();
     for (name, target) in [
         ("layers/0/b", "a"),
         ("layers/1/b/weight.safetensors", "../a/weight.safetensors"),
@@ -277,10 +254,7 @@ fn the_lock_dies_with_the_process() {
     if let Some(dir) = std::env::var_os(HOLD) {
         hold_until_killed(Path::new(&dir));
     }
-    let temporary = tempfile::tempdir().unwrap();
-    let dir = temporary.path().join("s");
-    let io = mmap_engine(1, true);
-    create_store(&io, &dir, CONFIG).unwrap();
+    let (_temporary, dir, io) = created();
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "disk::the_lock_dies_with_the_process", "--nocapture"])
         .env(HOLD, &dir)
