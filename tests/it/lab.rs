@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -248,4 +249,32 @@ pub(crate) fn walk(dir: &Path, see: &mut dyn FnMut(&Path)) {
 
 fn json_lines(text: &str) -> Vec<Value> {
     text.lines().map(|l| serde_json::from_str(l).unwrap_or_else(|e| panic!("{e}: {l}"))).collect()
+}
+
+/// Rewrites a file for the time of `check`.
+pub(crate) fn with_file(path: &str, bytes: &[u8], check: impl FnOnce()) {
+    let good = fs::read(path).unwrap();
+    fs::write(path, bytes).unwrap();
+    check();
+    fs::write(path, good).unwrap();
+}
+
+/// The result of a command that must not wait for anybody.
+#[track_caller]
+pub(crate) fn soon(args: &[&str]) -> Ran {
+    let mut child = start(args);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("{args:?} waits");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    ran(child.wait_with_output().unwrap())
+}
+
+pub(crate) fn make_pipe(path: &str) {
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // a test fails by panicking
 
 mod bad_input;
+mod bad_models;
 mod bits;
 mod commands;
 mod interrupted;
