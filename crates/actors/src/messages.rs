@@ -7,7 +7,7 @@ use compute::{Command, Gradient, Outcome};
 use model::{Attempt, HostBytes, LayerId, Micro, Slot, Step};
 use optim::AdamW;
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
-use store::{AfterUse, IoCounters, State, StateChunk};
+use store::{AfterUse, IoCounters, RecordKind, State, StateChunk};
 
 use crate::{Batch, Clip, Failure, LayerSeconds, Reply, StallSeconds};
 
@@ -60,6 +60,7 @@ pub(crate) enum StoreRequest {
         reply: Reply<()>,
     },
     Commit {
+        kind: RecordKind,
         state: Box<State>,
         reply: Reply<IoCounters>,
     },

@@ -9,7 +9,7 @@ use kameo::prelude::*;
 use model::{Attempt, Budget, RunShape, Step};
 use optim::{AdamW, LrSchedule};
 use schedule::{End, FromNode, Run, RunCommand, RunConfig, RunEvent, ToNode};
-use store::{IoCounters, State};
+use store::{IoCounters, RecordKind, State};
 
 use crate::directory::Directory;
 use crate::fault::FaultPlan;
@@ -369,7 +369,11 @@ impl RunActor {
         let reply = Reply::new(move |result| {
             directory.run().post(RunMessage::Committed { step, result });
         });
-        self.args.directory.store().post(StoreRequest::Commit { state, reply });
+        self.args.directory.store().post(StoreRequest::Commit {
+            kind: RecordKind::Committed,
+            state,
+            reply,
+        });
     }
 
     fn finish(&mut self, end: End) {

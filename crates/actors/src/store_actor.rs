@@ -62,12 +62,12 @@ impl Message<StoreRequest> for StoreActor {
                 store.finish_layer(layer, slot, pass(gate, reply));
             }
             StoreRequest::Sync { slots, reply } => store.sync_slots(slots, pass(gate, reply)),
-            StoreRequest::Commit { state, reply } => {
+            StoreRequest::Commit { kind, state, reply } => {
                 let counters = Arc::clone(&store);
                 let reply = Reply::new(move |result: Result<(), _>| {
                     reply.send(result.map(|()| counters.counters()));
                 });
-                store.commit(*state, pass(gate, reply));
+                store.commit(kind, *state, pass(gate, reply));
             }
             StoreRequest::WriteScratch { start, bytes, reply } => {
                 self.scratch().write(start, bytes, pass(gate, reply));

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use model::{HostBytes, Step};
-use store::{State, StateChunk, StoreError, TrainingStore, blocking};
+use store::{RecordKind, State, StateChunk, StoreError, TrainingStore, blocking};
 
 /// Rewrites every layer with its weights and zero moments, and commits that as step 0.
 pub(crate) fn reset_moments(store: &TrainingStore) -> Result<(), StoreError> {
@@ -28,7 +28,7 @@ pub(crate) fn reset_moments(store: &TrainingStore) -> Result<(), StoreError> {
         slots.push((layer.id, to));
     }
     blocking(|done| store.sync_slots(slots, done))?;
-    blocking(|done| store.commit(state, done))
+    blocking(|done| store.commit(RecordKind::Committed, state, done))
 }
 
 /// The state of a run that has not begun; layers and attempts as they are.

@@ -90,8 +90,7 @@ fn refuse_newer(bytes: &[u8]) -> Result<(), String> {
 
 fn check_kind(kind: u16, first: bool) -> Result<(), String> {
     match RecordKind::from_number(kind) {
-        Some(RecordKind::Open) if first => Ok(()),
-        Some(RecordKind::Committed) if !first => Ok(()),
+        Some(kind) if first == (kind == RecordKind::Open) && kind != RecordKind::Prepared => Ok(()),
         Some(kind) => Err(format!("a {} record is beyond this version here", kind.name())),
         None => Err(format!("records of kind {kind} are unknown here")),
     }

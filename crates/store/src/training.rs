@@ -352,13 +352,13 @@ impl TrainingStore {
         }
     }
 
-    /// Makes `state` durable: one record in both copies of the log, synced. Then it is
+    /// Makes `state` durable: one record of `kind` in both copies of the log, synced. Then it is
     /// [`TrainingStore::state`]. A failure poisons the store.
     ///
     /// # Panics
     /// If the state names a slot that is not finished and synced, or while another commit is in
     /// flight: a programmer's error.
-    pub fn commit(&self, state: State, done: Done<()>) {
+    pub fn commit(&self, kind: RecordKind, state: State, done: Done<()>) {
         let inner = &self.inner;
         if let Err(error) = inner.check_poison() {
             return done(Err(error));
@@ -372,7 +372,7 @@ impl TrainingStore {
             let mut chain = inner.chain();
             assert!(chain.committing.is_none(), "two commits at once");
             chain.committing = Some(state.layers.iter().map(|layer| layer.slot).collect());
-            let record = chain.log.next_record(RecordKind::Committed, &state);
+            let record = chain.log.next_record(kind, &state);
             (Arc::new(record), chain.log.file_ids(), chain.log.end)
         };
         let (shared, record_bytes) = (Arc::clone(inner), record.len() as u64);

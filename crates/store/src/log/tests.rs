@@ -63,7 +63,7 @@ fn newer_logs_are_refused_by_name() {
     newer[24..32].copy_from_slice(&checksum);
     assert!(parse(1, &newer).unwrap_err().contains("version 7"));
     let body = log_of(1, 0);
-    for (kind, name) in [(2, "PREPARED"), (5, "LOCKED"), (99, "kind 99")] {
+    for (kind, name) in [(1, "OPEN"), (2, "PREPARED"), (99, "kind 99")] {
         let log = [body.clone(), raw(1, 11, kind, &[])].concat();
         assert!(parse(1, &log).unwrap_err().contains(name));
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use model::{Budget, LayerId, Plane, Slot};
 use store::{
-    AfterUse, Image, Io, Memory, NewStore, ReadingStore, StoreError, TrainingStore, blocking,
-    create, memory_engine, mmap_engine,
+    AfterUse, Image, Io, Memory, NewStore, ReadingStore, RecordKind, StoreError, TrainingStore,
+    blocking, create, memory_engine, mmap_engine,
 };
 
 use crate::support::{
@@ -131,7 +131,7 @@ fn a_slot_of_a_commit_in_flight_is_never_written() {
     state.layers[3].slot = Slot::B;
     blocking(|done| store.sync_slots(vec![(layer, Slot::B)], done)).unwrap();
     held.hold();
-    store.commit(state, Box::new(|_| ()));
+    store.commit(RecordKind::Committed, state, Box::new(|_| ()));
     let _ = write_layer(&store, layer, Slot::B, 2);
 }
 
@@ -143,7 +143,7 @@ fn an_unsynced_slot_is_never_committed() {
     let mut state = store.state();
     state.layers[0].hashes = write_layer(&store, LayerId(0), Slot::B, 1).unwrap();
     state.layers[0].slot = Slot::B;
-    let _ = blocking(|done| store.commit(state, done));
+    let _ = blocking(|done| store.commit(RecordKind::Committed, state, done));
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn layer_hashes_see_contents_only() {
         written.push((id, Slot::B));
     }
     blocking(|done| store.sync_slots(written, done)).unwrap();
-    blocking(|done| store.commit(state, done)).unwrap();
+    blocking(|done| store.commit(RecordKind::Committed, state, done)).unwrap();
     drop(store);
     assert_eq!(hashes(&io), before);
     let (store, _) = open(&io, Path::new(DIR)).unwrap();

@@ -8,8 +8,8 @@ use std::time::Duration;
 use model::{Attempt, Budget, HostBytes, LayerId, LayerTable, ModelConfig, Plane, Slot, Step};
 use store::{
     Access, AfterUse, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory,
-    NewStore, Op, ReadingStore, Recovery, StateChunk, StoreError, Target, TrainingStore, blocking,
-    create,
+    NewStore, Op, ReadingStore, RecordKind, Recovery, StateChunk, StoreError, Target,
+    TrainingStore, blocking, create,
 };
 
 pub(crate) const DIR: &str = "/disk/store";
@@ -115,7 +115,7 @@ pub(crate) fn train_step(store: &TrainingStore) -> Result<(), StoreError> {
     }
     blocking(|done| store.sync_slots(written, done))?;
     (state.step, state.attempt, state.index) = (step, Attempt(state.attempt.0 + 1), step.0 * 2);
-    blocking(|done| store.commit(state, done))
+    blocking(|done| store.commit(RecordKind::Committed, state, done))
 }
 
 pub(crate) fn write_layer(
