@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use compute::{Device, DeviceError};
 use kameo::prelude::*;
 
-use crate::fault::FaultPlan;
+use crate::fault::{Delivery, FaultPlan};
 use crate::messages::ComputeRequest;
 
 pub(crate) struct ComputeActor {
@@ -40,7 +40,9 @@ impl Message<ComputeRequest> for ComputeActor {
     type Reply = ();
 
     async fn handle(&mut self, request: ComputeRequest, _: &mut Context<Self, ()>) {
-        self.faults.message("compute");
+        if self.faults.message("compute", request.kind()).await == Delivery::Lost {
+            return;
+        }
         let reply = request.reply;
         let gone = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&gone);

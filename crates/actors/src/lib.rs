@@ -20,6 +20,7 @@ mod directory;
 mod fault;
 mod forward;
 mod gate;
+mod kinds;
 mod messages;
 mod node_actor;
 mod optimizer_actor;
@@ -33,7 +34,7 @@ mod store_actor;
 mod supervisor;
 
 pub use batch::Batch;
-pub use fault::{Fault, FaultPlan};
+pub use fault::{Fault, FaultKind, FaultPlan};
 pub use forward::{Forward, WeightReader};
 pub use policy::Verdict;
 pub use reply::{Failure, Reply};

@@ -98,7 +98,7 @@ impl Message<NodeMessage> for NodeActor {
     type Reply = ();
 
     async fn handle(&mut self, message: NodeMessage, _: &mut Context<Self, ()>) {
-        self.faults.message("node");
+        self.faults.message("node", message.kind()).await;
         self.clock.tick(Instant::now(), &self.load);
         if let Some(event) = self.take_in(message) {
             let commands = self.node.on(event);

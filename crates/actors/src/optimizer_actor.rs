@@ -15,7 +15,7 @@ use rayon::ThreadPool;
 use store::{StateChunk, TrainingStore};
 
 use crate::directory::Directory;
-use crate::fault::FaultPlan;
+use crate::fault::{Delivery, FaultPlan};
 use crate::gate::Gate;
 use crate::messages::{OptimizerMessage, StoreRequest, UpdateJob};
 use crate::reply::{Failure, Reply};
@@ -96,7 +96,9 @@ impl Message<OptimizerMessage> for OptimizerActor {
     type Reply = ();
 
     async fn handle(&mut self, message: OptimizerMessage, _: &mut Context<Self, ()>) {
-        self.args.faults.message("optimizer");
+        if self.args.faults.message("optimizer", message.kind()).await == Delivery::Lost {
+            return;
+        }
         match message {
             OptimizerMessage::Measure { attempt, layer, gradient, spill, reply } => {
                 self.measure(attempt, layer, gradient, spill, reply);

@@ -124,7 +124,7 @@ impl Message<RunMessage> for RunActor {
     type Reply = ();
 
     async fn handle(&mut self, message: RunMessage, _: &mut Context<Self, ()>) {
-        self.args.faults.message("run");
+        self.args.faults.message("run", message.kind()).await;
         if let Some(event) = self.take_in(message) {
             let commands = self.run.on(event);
             commands.into_iter().for_each(|command| self.carry_out(command));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kameo::prelude::*;
 use store::{Done, Scratch, TrainingStore};
 
-use crate::fault::FaultPlan;
+use crate::fault::{Delivery, FaultPlan};
 use crate::gate::Gate;
 use crate::messages::StoreRequest;
 use crate::reply::Reply;
@@ -42,7 +42,9 @@ impl Message<StoreRequest> for StoreActor {
     type Reply = ();
 
     async fn handle(&mut self, request: StoreRequest, _: &mut Context<Self, ()>) {
-        self.args.faults.message("store");
+        if self.args.faults.message("store", request.kind()).await == Delivery::Lost {
+            return;
+        }
         let store = Arc::clone(&self.args.store);
         let gate = &self.args.gate;
         match request {

@@ -95,7 +95,7 @@ pub(crate) struct SoloArgs {
     /// Print each step as a JSON line on standard output instead of a progress bar
     #[arg(long)]
     pub(crate) json: bool,
-    /// Failure injection, for tests: ACTOR:panic:N
+    /// Failure injection, for tests: POINT:WHAT:N, e.g. compute:panic:7, io.sync:eio:3; again for more
     #[arg(long, value_name = "SPEC", hide = true)]
     pub(crate) fault: Vec<actors::Fault>,
 }

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use actors::Failure;
+use actors::{Failure, FaultPlan};
 use anyhow::Context;
 use compute::{CpuDevice, Device};
 use model::{Budget, ModelConfig, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use store::{Io, Recovery, mmap_engine};
+use store::{Io, Recovery, injected_engine, mmap_engine};
 
 use crate::exit::refuse;
 use crate::out::errln;
@@ -72,6 +72,14 @@ pub(crate) fn threads(wanted: Option<usize>) -> anyhow::Result<Arc<ThreadPool>> 
 /// budget stays cached, the rest makes way at once.
 pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
     mmap_engine(IO_THREADS, state_bytes < available_ram_bytes() / 2)
+}
+
+/// `engine`, which fails where the plan says so.
+pub(crate) fn failing(engine: Arc<dyn Io>, faults: &FaultPlan) -> Arc<dyn Io> {
+    match faults.inject() {
+        Some(inject) => injected_engine(engine, inject),
+        None => engine,
+    }
 }
 
 /// Says what opening a store found; `step` is where it now is.

@@ -116,7 +116,8 @@ pub(crate) fn train(
         .build()
         .context("start the async runtime")?;
     let interrupt = runtime.block_on(async { Interrupt::listen() });
-    let io = machine::engine(machine::store_bytes(dir));
+    let faults = FaultPlan::new(args.fault.clone());
+    let io = machine::failing(machine::engine(machine::store_bytes(dir)), &faults);
     let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
     machine::tell(&recovery, store.state().step);
     remove_temporary_rows(dir);
@@ -136,7 +137,8 @@ pub(crate) fn train(
     if args.no_prefetch {
         (session.limits.weight_buffers, session.limits.optimizer_chunks) = (1, 1);
     }
-    let summary = run_session(session, runtime, &interrupt, options, args, show)?;
+    let summary = run_session(session, runtime, &interrupt, options, &faults, show)?;
+    faults.write_record().context("write the record of faults")?;
     if let Some(Failure::NotFinite { .. }) = summary.failure.as_deref() {
         // Damaged weights give such losses too, and then that is what has to be told.
         let io = machine::engine(machine::store_bytes(dir));
@@ -186,7 +188,7 @@ fn run_session(
     runtime: tokio::runtime::Runtime,
     interrupt: &Interrupt,
     options: &TrainOptions,
-    args: &SoloArgs,
+    faults: &FaultPlan,
     show: Show,
 ) -> anyhow::Result<Summary> {
     let metrics = metrics(&session);
@@ -197,7 +199,7 @@ fn run_session(
     let (last, parameters) = (session.record.steps, session.store.table().elements() as u64);
     let observer = RunObserver::new(show, first, last, parameters, log, metrics);
     let observer = Arc::new(observer);
-    let result = run_segments(&runtime, interrupt, &session, options, args, &observer);
+    let result = run_segments(&runtime, interrupt, &session, options, faults, &observer);
     observer.finish();
     if let Some(server) = server {
         runtime.block_on(server.shutdown());
@@ -249,15 +251,14 @@ fn run_segments(
     interrupt: &Interrupt,
     session: &Session,
     options: &TrainOptions,
-    args: &SoloArgs,
+    faults: &FaultPlan,
     observer: &Arc<RunObserver>,
 ) -> anyhow::Result<Summary> {
-    let faults = FaultPlan::new(args.fault.clone());
     let mut total: Option<Summary> = None;
     loop {
         let step = session.store.state().step.0;
         let until = next_pause(step, options).min(session.record.steps);
-        let config = solo_config(session, until, observer, &faults)?;
+        let config = solo_config(session, until, observer, faults)?;
         let summary = runtime
             .block_on(async {
                 let solo = Solo::start(config)?;

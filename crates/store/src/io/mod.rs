@@ -7,6 +7,7 @@
 //!   directory; data is durable only after [`Op::Sync`].
 
 mod faulty;
+mod injected;
 mod memory;
 mod mmap;
 mod os;
@@ -23,6 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use model::{Budget, CHUNK_BYTES, HostBytes};
 
 pub use faulty::{Fault, Faulty, OpKind};
+pub use injected::{IO_CALLS, Inject, Injection, injected_engine};
 pub use memory::{Image, Memory, memory_engine};
 pub use mmap::mmap_engine;
 pub use target::{Part, Target};
