@@ -6,6 +6,7 @@ mod bad_input;
 mod bad_models;
 mod bits;
 mod commands;
+mod fault_points;
 mod interrupted;
 mod lab;
 mod metrics;
