@@ -1,10 +1,10 @@
 //! A run that is stopped or killed, again and again, ends with the bits of one that was not.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::time::Duration;
 
-use crate::lab::{FAMILIES, Lab, Ran, Tiny, ftactor, ran, start_training, state, train};
+use crate::lab::{FAMILIES, Lab, Ran, Tiny, ftactor, kill, ran, start_training, state, train};
 
 /// Steps long enough to be hit.
 const MODEL: Tiny = Tiny { family: "llama", tied: true, layers: 4, hidden: 64 };
@@ -44,12 +44,6 @@ fn uninterrupted(lab: &Lab, model: Tiny, text: &str) -> crate::lab::State {
     state
 }
 
-/// Sends a signal by name, as a terminal or service does.
-fn signal(child: &Child, name: &str) {
-    let sent = Command::new("kill").args([name, &child.id().to_string()]).status().unwrap();
-    assert!(sent.success());
-}
-
 fn end(child: Child) -> Ran {
     ran(child.wait_with_output().unwrap())
 }
@@ -67,7 +61,7 @@ fn ctrl_c_anywhere_loses_no_committed_step_and_changes_no_bits() {
         let wait = Duration::from_micros(places.below(15_000));
         let seen = 1 + places.below(2);
         let child = run_until(&store, &more, seen, wait);
-        signal(&child, if turn % 2 == 0 { "-INT" } else { "-TERM" });
+        kill(&child, if turn % 2 == 0 { "-INT" } else { "-TERM" });
         let before = end(child).expect(130);
         assert!(before.stderr.contains("stopping"), "{}", before.stderr);
         interrupted += 1;
@@ -119,8 +113,8 @@ fn a_second_signal_stops_at_once_and_loses_nothing_committed() {
     let calm = uninterrupted(&lab, MODEL, &text);
     let store = lab.store("store", MODEL, 11);
     let child = run_until(&store, &[&RUN[..], &["--data", &text]].concat(), 2, Duration::ZERO);
-    signal(&child, "-INT");
-    signal(&child, "-INT");
+    kill(&child, "-INT");
+    kill(&child, "-INT");
     end(child).expect(130);
     let reached = state(&store).0;
     assert!((2..30).contains(&reached), "{reached}");

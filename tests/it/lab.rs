@@ -111,6 +111,12 @@ pub(crate) fn start(args: &[&str]) -> Child {
     command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
+/// Sends a signal by name, as a terminal or service does.
+pub(crate) fn kill(child: &Child, name: &str) {
+    let sent = Command::new("kill").args([name, &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
 /// The result of a process; one that a signal ended has the code 128 + signal, as in shells.
 pub(crate) fn ran(output: Output) -> Ran {
     use std::os::unix::process::ExitStatusExt;

@@ -12,4 +12,5 @@ mod lab;
 mod metrics;
 mod parity;
 mod simulator;
+mod supervised;
 mod tidy;

@@ -95,6 +95,9 @@ pub(crate) struct SoloArgs {
     /// Print each step as a JSON line on standard output instead of a progress bar
     #[arg(long)]
     pub(crate) json: bool,
+    /// Start again by itself after a kill, a crash or a failed disk, from the last committed step
+    #[arg(long, requires = "store", conflicts_with_all = ["demo", "print_config"])]
+    pub(crate) supervise: bool,
     /// Failure injection, for tests: POINT:WHAT:N, e.g. compute:panic:7, io.sync:eio:3; again for more
     #[arg(long, value_name = "SPEC", hide = true)]
     pub(crate) fault: Vec<actors::Fault>,

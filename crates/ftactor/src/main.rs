@@ -17,6 +17,7 @@ mod run_record;
 mod run_start;
 mod selftest;
 mod solo;
+mod supervise;
 mod text;
 
 use std::process::ExitCode;

@@ -24,6 +24,9 @@ const MOST_LR: f64 = 100.0;
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct RunRecord {
     pub(crate) format: u32,
+    /// Number of the run in its store: two runs with the same options are two.
+    #[serde(default = "first_run")]
+    pub(crate) run: u64,
     pub(crate) seq_len: usize,
     pub(crate) batch_rows: usize,
     pub(crate) micro_rows: usize,
@@ -114,6 +117,7 @@ impl RunRecord {
         let shape = shape(options, defaults)?;
         let record = RunRecord {
             format: FORMAT,
+            run: first_run(),
             seq_len: shape.seq_len,
             batch_rows: shape.batch_rows,
             micro_rows: shape.micro_rows,
@@ -153,6 +157,12 @@ impl RunRecord {
         let record: RunRecord = serde_json::from_value(value).map_err(damaged)?;
         record.check()?;
         Ok(record)
+    }
+
+    /// Number of the run that the text of a `run.json` records, whatever else is wrong with it.
+    pub(crate) fn number_in(text: &str) -> u64 {
+        let value: Option<serde_json::Value> = serde_json::from_str(text).ok();
+        value.and_then(|value| value.get("run")?.as_u64()).unwrap_or(first_run())
     }
 
     pub(crate) fn to_json(&self) -> anyhow::Result<String> {
@@ -259,6 +269,10 @@ impl RunRecord {
         self.adamw().check().map_err(wrong)?;
         Ok(())
     }
+}
+
+fn first_run() -> u64 {
+    1
 }
 
 fn device_kind(choice: Option<DeviceChoice>) -> &'static str {

@@ -38,8 +38,9 @@ pub(crate) fn decide(
     ram_bytes: usize,
 ) -> anyhow::Result<Option<Run>> {
     let defaults = defaults(config, store.defaults());
-    if let Some(text) = store.read_run()?.filter(|_| !new_run) {
-        return resume(store, RunRecord::from_json(store.dir(), &text)?, data, options);
+    let before = store.read_run()?;
+    if let Some(text) = before.as_ref().filter(|_| !new_run) {
+        return resume(store, RunRecord::from_json(store.dir(), text)?, data, options);
     }
     check_paths(store, options)?;
     if data.is_empty() {
@@ -59,6 +60,7 @@ pub(crate) fn decide(
     let policy = record.policy(options.update)?;
     limits(store.table(), config, &record, policy, ram_bytes)?;
     record.reset_first = store.state().step.0 > 0;
+    record.run = before.map_or(1, |text| RunRecord::number_in(&text) + 1);
     check_rows(&prepared.rows, &record, &store.state())?;
     Ok(Some(Run { record, rows: prepared.rows }))
 }

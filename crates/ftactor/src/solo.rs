@@ -22,7 +22,7 @@ use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show};
 use crate::run_record::RunRecord;
 use crate::run_start::{Run, decide, limits, order, settle};
-use crate::{demo, effective, machine, text};
+use crate::{demo, effective, machine, supervise, text};
 
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// How long a closing run waits for threads to let go of the store.
@@ -39,6 +39,10 @@ pub(crate) fn run(args: &SoloArgs) -> anyhow::Result<ExitCode> {
         return demo::run(args, &options);
     }
     let Some(dir) = &args.store else { return refuse("--store DIR is missing") };
+    if args.supervise {
+        return supervise::run(args, dir);
+    }
+    supervise::follow_parent()?;
     let show = show(args);
     let ended = train(dir, &args.data, &options, args, show)?;
     Ok(ended.exit_code())
