@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use actors::{Clip, Event, FaultPlan, Observer, Solo, SoloConfig, StepReport};
+use actors::{Clip, Event, FaultPlan, Observer, Patience, Solo, SoloConfig, StepReport};
 use anyhow::ensure;
 use compute::{CpuDevice, Device, MicroShape};
 use data::{Order, Plan, Rows, Sampler, Tokenizer};
@@ -116,6 +116,7 @@ fn configure(
         clip: Clip::Global(1.0),
         last_step: lesson.steps,
         observer: losses,
+        patience: Patience::default(),
         faults: FaultPlan::new(Vec::new()),
     })
 }

@@ -12,5 +12,6 @@ mod lab;
 mod metrics;
 mod parity;
 mod simulator;
+mod stuck;
 mod supervised;
 mod tidy;

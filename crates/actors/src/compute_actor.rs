@@ -1,16 +1,21 @@
 //! [`ComputeActor`]: owns the device. The device has its own thread; the actor only enqueues.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use compute::{Device, DeviceError};
 use kameo::prelude::*;
 
 use crate::fault::{Delivery, FaultPlan};
 use crate::messages::ComputeRequest;
+use crate::policy::{Verdict, judge};
+use crate::reply::Failure;
+use crate::watch::Watch;
 
 pub(crate) struct ComputeActor {
     device: Box<dyn Device>,
+    /// Why this device is of no use any more, once that is known.
+    useless: Arc<OnceLock<String>>,
+    watch: Watch,
     faults: FaultPlan,
 }
 
@@ -20,6 +25,7 @@ pub(crate) type OpenDevice = Arc<dyn Fn() -> Box<dyn Device> + Send + Sync>;
 #[derive(Clone)]
 pub(crate) struct ComputeArgs {
     pub(crate) open: OpenDevice,
+    pub(crate) watch: Watch,
     pub(crate) faults: FaultPlan,
 }
 
@@ -32,7 +38,8 @@ impl Actor for ComputeActor {
     }
 
     async fn on_start(args: ComputeArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
-        Ok(ComputeActor { device: (args.open)(), faults: args.faults })
+        let ComputeArgs { open, watch, faults } = args;
+        Ok(ComputeActor { device: open(), useless: Arc::default(), watch, faults })
     }
 }
 
@@ -43,15 +50,28 @@ impl Message<ComputeRequest> for ComputeActor {
         if self.faults.message("compute", request.kind()).await == Delivery::Lost {
             return;
         }
-        let reply = request.reply;
-        let gone = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&gone);
+        self.die_if_useless();
+        let reply = self.watch.over(("compute", request.kind()), request.reply);
+        let useless = Arc::clone(&self.useless);
         let done = Box::new(move |result: Result<_, DeviceError>| {
-            told.store(matches!(result, Err(DeviceError::Gone)), Ordering::Relaxed);
-            reply.send(result.map_err(Into::into));
+            let result = result.map_err(Failure::from);
+            if let Err(failure) = &result
+                && judge(failure) == Verdict::RestartActor
+            {
+                useless.get_or_init(|| failure.to_string());
+            }
+            reply.send(result);
         });
         self.device.enqueue(request.command, done);
-        // A device that is gone says so at once and for ever: the next incarnation opens another.
-        assert!(!gone.load(Ordering::Relaxed), "the device's thread is gone");
+        self.die_if_useless();
+    }
+}
+
+impl ComputeActor {
+    /// Makes way for an incarnation that opens another device.
+    fn die_if_useless(&self) {
+        if let Some(why) = self.useless.get() {
+            panic!("{why}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! [`Directory`]: where each actor is right now. The supervisor writes it, everybody else reads.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -16,6 +16,8 @@ const MOVE_IN_POLL: Duration = Duration::from_millis(1);
 /// The current address of one actor.
 pub(crate) struct Place<M: Send + 'static> {
     tenant: RwLock<Tenant<M>>,
+    /// Messages so far.
+    posted: AtomicU64,
 }
 
 /// Counts the messages that wait in an actor's mailbox.
@@ -33,7 +35,7 @@ enum Tenant<M: Send + 'static> {
 
 impl<M: Send + 'static> Default for Place<M> {
     fn default() -> Self {
-        Place { tenant: RwLock::new(Tenant::Nobody) }
+        Place { tenant: RwLock::new(Tenant::Nobody), posted: AtomicU64::new(0) }
     }
 }
 
@@ -68,6 +70,10 @@ impl<M: Send + 'static> Place<M> {
         }
     }
 
+    fn mailbox(&self) -> Mailbox {
+        Mailbox { posted: self.posted.load(Ordering::Relaxed), depth: self.depth() }
+    }
+
     fn is_empty(&self) -> bool {
         matches!(*self.tenant.read().unwrap_or_else(PoisonError::into_inner), Tenant::Nobody)
     }
@@ -79,6 +85,7 @@ impl<M: Send + 'static> Place<M> {
             Tenant::Actor { recipient, .. } => recipient.clone(),
             Tenant::Nobody | Tenant::Closed => return,
         };
+        self.posted.fetch_add(1, Ordering::Relaxed);
         if let Err(SendError::MailboxFull(message)) = recipient.tell(message).try_send() {
             // Mailboxes hold more than the machines ever have in flight; should that be wrong,
             // a slow delivery beats a lost one.
@@ -86,6 +93,14 @@ impl<M: Send + 'static> Place<M> {
             std::thread::spawn(move || recipient.tell(message).blocking_send());
         }
     }
+}
+
+/// What waits for an actor.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Mailbox {
+    /// Messages so far.
+    pub(crate) posted: u64,
+    pub(crate) depth: usize,
 }
 
 /// All actors of this process.
@@ -129,12 +144,17 @@ impl Directory {
 
     /// Messages that wait in each mailbox, by actor.
     pub(crate) fn mailbox_depths(&self) -> Vec<(&'static str, usize)> {
-        vec![
-            ("run", self.run().depth()),
-            ("node", self.node().depth()),
-            ("store", self.store().depth()),
-            ("compute", self.compute().depth()),
-            ("optimizer", self.optimizer().depth()),
+        self.mailboxes().map(|(actor, mailbox)| (actor, mailbox.depth)).to_vec()
+    }
+
+    /// What waits in each mailbox, by actor.
+    pub(crate) fn mailboxes(&self) -> [(&'static str, Mailbox); 5] {
+        [
+            ("run", self.run().mailbox()),
+            ("node", self.node().mailbox()),
+            ("store", self.store().mailbox()),
+            ("compute", self.compute().mailbox()),
+            ("optimizer", self.optimizer().mailbox()),
         ]
     }
 

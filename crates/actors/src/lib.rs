@@ -32,6 +32,7 @@ mod scratch;
 mod solo;
 mod store_actor;
 mod supervisor;
+mod watch;
 
 pub use batch::Batch;
 pub use fault::{Fault, FaultKind, FaultPlan};
@@ -43,3 +44,4 @@ pub use report::{
 };
 pub use run_actor::Clip;
 pub use solo::{ACTOR_NAMES, Solo, SoloConfig};
+pub use watch::Patience;

@@ -20,6 +20,7 @@ use crate::gate::Gate;
 use crate::messages::{OptimizerMessage, StoreRequest, UpdateJob};
 use crate::reply::{Failure, Reply};
 use crate::scratch::ScratchMap;
+use crate::watch::Watch;
 
 mod chunk;
 
@@ -37,6 +38,7 @@ pub(crate) struct OptimizerArgs {
     pub(crate) chunks_in_flight: usize,
     /// Arithmetic on the pool, which outlives the actor.
     pub(crate) gate: Gate,
+    pub(crate) watch: Watch,
     pub(crate) faults: FaultPlan,
 }
 
@@ -99,11 +101,14 @@ impl Message<OptimizerMessage> for OptimizerActor {
         if self.args.faults.message("optimizer", message.kind()).await == Delivery::Lost {
             return;
         }
+        let lane = ("optimizer", message.kind());
+        let watch = self.args.watch.clone();
         match message {
             OptimizerMessage::Measure { attempt, layer, gradient, spill, reply } => {
+                let reply = watch.over(lane, reply);
                 self.measure(attempt, layer, gradient, spill, reply);
             }
-            OptimizerMessage::Update { job, reply } => self.enqueue(job, reply),
+            OptimizerMessage::Update { job, reply } => self.enqueue(job, watch.over(lane, reply)),
             OptimizerMessage::ChunkRead { job, chunk, result } => {
                 self.arrived(job, chunk, result, |half, state| half.state = Some(state));
             }
@@ -112,7 +117,7 @@ impl Message<OptimizerMessage> for OptimizerActor {
                 self.arrived(job, chunk, result, |half, b| half.gradient = Some(keep(b)));
             }
             OptimizerMessage::ChunkWritten { job, result } => self.written(job, result),
-            OptimizerMessage::Drain { reply } => self.drain(reply),
+            OptimizerMessage::Drain { reply } => self.drain(watch.over(lane, reply)),
         }
         self.advance();
     }

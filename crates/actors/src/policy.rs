@@ -13,6 +13,8 @@ use crate::Failure;
 pub enum Verdict {
     /// Drop the attempt and run the step again from the disk.
     Retry,
+    /// The same, with a new incarnation of the actor that failed: what it owns is of no use.
+    RestartActor,
     /// End the run: trying again is pointless or unsafe.
     StopNode,
 }
@@ -27,10 +29,13 @@ pub(crate) fn judge(failure: &Failure) -> Verdict {
     match failure {
         Failure::Lost => Verdict::Retry,
         Failure::Device(DeviceError::Token { .. } | DeviceError::Shape { .. }) => Verdict::StopNode,
+        Failure::Device(DeviceError::Gone | DeviceError::Panicked(_)) => Verdict::RestartActor,
         Failure::Device(_) | Failure::Memory(_) => Verdict::Retry,
-        Failure::Data(_) | Failure::Logits | Failure::Dead { .. } | Failure::NotFinite { .. } => {
-            Verdict::StopNode
-        }
+        Failure::Data(_)
+        | Failure::Logits
+        | Failure::Dead { .. }
+        | Failure::Stuck { .. }
+        | Failure::NotFinite { .. } => Verdict::StopNode,
         Failure::Store(StoreError::Io { .. } | StoreError::Memory(_)) => Verdict::Retry,
         Failure::Store(_) => Verdict::StopNode,
     }
@@ -58,6 +63,35 @@ impl RestartWindow {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_kind_of_failure_has_its_verdict() {
+        use std::io::{Error, ErrorKind};
+        let io = |kind: ErrorKind| StoreError::Io {
+            context: "read",
+            path: "f".into(),
+            source: Error::from(kind),
+        };
+        let damaged = StoreError::Damaged { file: "f".into(), what: "rot".into() };
+        let poisoned = StoreError::Poisoned { cause: "sync".into(), damaged: false };
+        let full = StoreError::NoSpace { path: "f".into(), needed: 1, available: 0 };
+        let panicked = DeviceError::Panicked("x".into());
+        let unknown = DeviceError::Unknown { what: "tensor", id: 1 };
+        for (failure, verdict) in [
+            (Failure::Lost, Verdict::Retry),
+            (Failure::Store(io(ErrorKind::Other)), Verdict::Retry),
+            (Failure::Store(damaged), Verdict::StopNode),
+            (Failure::Store(poisoned), Verdict::StopNode),
+            (Failure::Store(full), Verdict::StopNode),
+            (Failure::Device(DeviceError::Gone), Verdict::RestartActor),
+            (Failure::Device(panicked), Verdict::RestartActor),
+            (Failure::Device(unknown), Verdict::Retry),
+            (Failure::Device(DeviceError::Token { token: 9, vocab_size: 8 }), Verdict::StopNode),
+            (Failure::Logits, Verdict::StopNode),
+        ] {
+            assert_eq!(judge(&failure), verdict, "{failure}");
+        }
+    }
 
     #[test]
     fn restarts_back_off_and_end_unless_the_window_has_passed() {

@@ -26,6 +26,12 @@ pub enum Failure {
     Lost,
     #[error("actor {actor} died: {reason}")]
     Dead { actor: &'static str, reason: String },
+    /// A thread that cannot be ended from inside the process holds the actor up.
+    #[error(
+        "actor {actor} is stuck: no {what} was answered for {waited:.1} s (usual: {usual:.3} s); \
+         the process must be started again"
+    )]
+    Stuck { actor: &'static str, what: &'static str, waited: f64, usual: f64 },
 }
 
 type Answer<T> = Box<dyn FnOnce(Result<T, Failure>) + Send>;

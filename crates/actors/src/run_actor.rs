@@ -18,6 +18,7 @@ use crate::messages::{
 };
 use crate::reply::{Failure, Reply};
 use crate::report::{Event, LayerStep, Observer, PhaseSeconds, StepReport, Summary};
+use crate::watch::Watch;
 use crate::{Batch, StallSeconds};
 
 /// How long a commit that never reached the store waits before it is asked for again.
@@ -49,6 +50,7 @@ pub(crate) struct RunArgs {
     pub(crate) last_step: Step,
     pub(crate) budget: Budget,
     pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) watch: Watch,
     pub(crate) faults: FaultPlan,
 }
 
@@ -296,6 +298,7 @@ impl RunActor {
         let reply = Reply::new(move |result| {
             directory.run().post(RunMessage::BatchLoaded { step, result });
         });
+        let reply = self.args.watch.over(("run", "batch"), reply);
         tokio::task::spawn_blocking(move || {
             reply.send(read_batch(&rows, &sampler, cursor, shape));
         });

@@ -1,6 +1,6 @@
 //! [`Solo`]: all actors of a run in one process.
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 
 use compute::Device;
 use data::{Rows, Sampler};
@@ -24,6 +24,7 @@ use crate::run_actor::{Clip, RunActor, RunArgs};
 use crate::scratch::ScratchMap;
 use crate::store_actor::{StoreActor, StoreArgs};
 use crate::supervisor::{Restart, supervise};
+use crate::watch::{Patience, Watch, keep_watch};
 
 /// Names of the actors, as in metrics, logs and fault specifications.
 pub const ACTOR_NAMES: [&str; 5] = ["run", "node", "store", "compute", "optimizer"];
@@ -46,6 +47,7 @@ pub struct SoloConfig {
     pub clip: Clip,
     pub last_step: u64,
     pub observer: Arc<dyn Observer>,
+    pub patience: Patience,
     pub faults: FaultPlan,
 }
 
@@ -60,6 +62,8 @@ pub struct Solo {
     directory: Directory,
     ended: oneshot::Receiver<Ended>,
     actors: Vec<JoinHandle<()>>,
+    /// Its end ends the watch.
+    _watched: mpsc::Sender<()>,
 }
 
 impl std::fmt::Debug for Solo {
@@ -80,10 +84,15 @@ impl Solo {
             bytes => Some(Arc::new(config.store.scratch("spill", bytes)?)),
         };
         let (directory, ended) = Directory::new();
-        let actors = spawn_all(&directory, config, scratch, &map);
+        let (watch, patience) = (Watch::default(), config.patience);
+        let actors = spawn_all(&directory, config, scratch, &map, &watch);
         let starting = directory.clone();
         tokio::spawn(async move { starting.start().await });
-        Ok(Solo { directory, ended, actors })
+        let (watched, closed) = mpsc::channel();
+        let watching = directory.clone();
+        // A thread of its own: what it watches may hold up the runtime's.
+        std::thread::spawn(move || keep_watch(&watch, &watching, patience, &closed));
+        Ok(Solo { directory, ended, actors, _watched: watched })
     }
 
     /// Finishes what is about to commit, drops the rest, ends.
@@ -97,10 +106,14 @@ impl Solo {
         move || directory.stop()
     }
 
-    /// Waits for the end of the run and of every actor.
+    /// Waits for the end of the run and of every actor, unless one is stuck: after
+    /// [`Failure::Stuck`] the process has to end.
     pub async fn wait(self) -> Result<Summary, Failure> {
         let ended = self.ended.await.unwrap_or(Err(Failure::Lost));
         self.directory.close();
+        if matches!(ended, Err(Failure::Stuck { .. })) {
+            return ended;
+        }
         for actor in self.actors {
             // A supervisor that panicked has no actor left to wait for.
             let _ = actor.await;
@@ -114,6 +127,7 @@ fn spawn_all(
     config: SoloConfig,
     scratch: Option<Arc<Scratch>>,
     map: &Arc<ScratchMap>,
+    watch: &Watch,
 ) -> Vec<JoinHandle<()>> {
     let table = Arc::new(config.store.table().clone());
     // No machine has more than this in flight: a few visits of all microbatches.
@@ -123,21 +137,21 @@ fn spawn_all(
         here(),
         Directory::store,
         capacity,
-        store_args(&config, scratch),
+        store_args(&config, scratch, watch),
         Restart::Always,
     );
     let compute = supervise::<ComputeActor, _>(
         here(),
         Directory::compute,
         capacity,
-        compute_args(&config),
+        compute_args(&config, watch),
         Restart::Always,
     );
     let optimizer = supervise::<OptimizerActor, _>(
         here(),
         Directory::optimizer,
         capacity,
-        optimizer_args(directory, &config, &table, map),
+        optimizer_args(directory, &config, &table, map, watch),
         Restart::Always,
     );
     let node = supervise::<NodeActor, _>(
@@ -151,7 +165,7 @@ fn spawn_all(
         here(),
         Directory::run,
         capacity,
-        run_args(directory, config),
+        run_args(directory, config, watch),
         Restart::Never,
     );
     vec![
@@ -163,18 +177,19 @@ fn spawn_all(
     ]
 }
 
-fn store_args(config: &SoloConfig, scratch: Option<Arc<Scratch>>) -> StoreArgs {
+fn store_args(config: &SoloConfig, scratch: Option<Arc<Scratch>>, watch: &Watch) -> StoreArgs {
     StoreArgs {
         store: Arc::clone(&config.store),
         scratch,
         gate: Gate::default(),
+        watch: watch.clone(),
         faults: config.faults.clone(),
     }
 }
 
-fn compute_args(config: &SoloConfig) -> ComputeArgs {
+fn compute_args(config: &SoloConfig, watch: &Watch) -> ComputeArgs {
     let open: OpenDevice = Arc::clone(&config.open_device);
-    ComputeArgs { open, faults: config.faults.clone() }
+    ComputeArgs { open, watch: watch.clone(), faults: config.faults.clone() }
 }
 
 fn optimizer_args(
@@ -182,6 +197,7 @@ fn optimizer_args(
     config: &SoloConfig,
     table: &Arc<LayerTable>,
     map: &Arc<ScratchMap>,
+    watch: &Watch,
 ) -> OptimizerArgs {
     OptimizerArgs {
         directory: directory.clone(),
@@ -192,6 +208,7 @@ fn optimizer_args(
         map: Arc::clone(map),
         chunks_in_flight: config.limits.optimizer_chunks,
         gate: Gate::default(),
+        watch: watch.clone(),
         faults: config.faults.clone(),
     }
 }
@@ -219,7 +236,7 @@ fn node_args(
     }
 }
 
-fn run_args(directory: &Directory, config: SoloConfig) -> RunArgs {
+fn run_args(directory: &Directory, config: SoloConfig, watch: &Watch) -> RunArgs {
     RunArgs {
         directory: directory.clone(),
         rows: config.rows,
@@ -233,6 +250,7 @@ fn run_args(directory: &Directory, config: SoloConfig) -> RunArgs {
         last_step: Step(config.last_step),
         budget: config.budget,
         observer: config.observer,
+        watch: watch.clone(),
         faults: config.faults,
     }
 }

@@ -10,6 +10,7 @@ use crate::fault::{Delivery, FaultPlan};
 use crate::gate::Gate;
 use crate::messages::StoreRequest;
 use crate::reply::Reply;
+use crate::watch::Watch;
 
 pub(crate) struct StoreActor {
     args: StoreArgs,
@@ -22,6 +23,7 @@ pub(crate) struct StoreArgs {
     pub(crate) scratch: Option<Arc<Scratch>>,
     /// Outlives the actor: operations of a dead incarnation are still in flight.
     pub(crate) gate: Gate,
+    pub(crate) watch: Watch,
     pub(crate) faults: FaultPlan,
 }
 
@@ -46,38 +48,54 @@ impl Message<StoreRequest> for StoreActor {
             return;
         }
         let store = Arc::clone(&self.args.store);
-        let gate = &self.args.gate;
+        let lane = ("store", request.kind());
+        let (gate, watch) = (&self.args.gate, &self.args.watch);
         match request {
             StoreRequest::ReadWeights { layer, slot, elements, after, reply } => {
-                store.read_weights(layer, slot, elements, after, pass(gate, reply));
+                store.read_weights(
+                    layer,
+                    slot,
+                    elements,
+                    after,
+                    pass(gate, watch.over(lane, reply)),
+                );
             }
             StoreRequest::GatherRows { layer, slot, width, ids, reply } => {
-                store.gather_rows(layer, slot, width, ids, pass(gate, reply));
+                store.gather_rows(layer, slot, width, ids, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::ReadChunk { layer, slot, chunk, reply } => {
-                store.read_chunk(layer, slot, chunk, pass(gate, reply));
+                store.read_chunk(layer, slot, chunk, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, reply } => {
-                store.write_chunk(layer, slot, chunk, bytes, hashes, pass(gate, reply));
+                store.write_chunk(
+                    layer,
+                    slot,
+                    chunk,
+                    bytes,
+                    hashes,
+                    pass(gate, watch.over(lane, reply)),
+                );
             }
             StoreRequest::FinishLayer { layer, slot, reply } => {
-                store.finish_layer(layer, slot, pass(gate, reply));
+                store.finish_layer(layer, slot, pass(gate, watch.over(lane, reply)));
             }
-            StoreRequest::Sync { slots, reply } => store.sync_slots(slots, pass(gate, reply)),
+            StoreRequest::Sync { slots, reply } => {
+                store.sync_slots(slots, pass(gate, watch.over(lane, reply)))
+            }
             StoreRequest::Commit { kind, state, reply } => {
                 let counters = Arc::clone(&store);
                 let reply = Reply::new(move |result: Result<(), _>| {
                     reply.send(result.map(|()| counters.counters()));
                 });
-                store.commit(kind, *state, pass(gate, reply));
+                store.commit(kind, *state, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::WriteScratch { start, bytes, reply } => {
-                self.scratch().write(start, bytes, pass(gate, reply));
+                self.scratch().write(start, bytes, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::ReadScratch { start, len, reply } => {
-                self.scratch().read(start, len, pass(gate, reply));
+                self.scratch().read(start, len, pass(gate, watch.over(lane, reply)));
             }
-            StoreRequest::Drain { reply } => gate.when_empty(reply),
+            StoreRequest::Drain { reply } => gate.when_empty(watch.over(lane, reply)),
         }
     }
 }

@@ -98,6 +98,10 @@ pub(crate) struct SoloArgs {
     /// Start again by itself after a kill, a crash or a failed disk, from the last committed step
     #[arg(long, requires = "store", conflicts_with_all = ["demo", "print_config"])]
     pub(crate) supervise: bool,
+    /// Seconds that an actor may always take for an answer; later, and beyond all it took before, the
+    /// process ends with code 5 [default: 120]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) stuck_after: Option<u64>,
     /// Failure injection, for tests: POINT:WHAT:N, e.g. compute:panic:7, io.sync:eio:3; again for more
     #[arg(long, value_name = "SPEC", hide = true)]
     pub(crate) fault: Vec<actors::Fault>,

@@ -131,6 +131,6 @@ pub(crate) fn failure_code(failure: &Failure) -> u8 {
         Failure::Logits => GUARD,
         Failure::Memory(_) => NOT_ENOUGH,
         Failure::NotFinite { .. } => GUARD,
-        Failure::Device(_) | Failure::Lost | Failure::Dead { .. } => FAILED,
+        Failure::Device(_) | Failure::Lost | Failure::Dead { .. } | Failure::Stuck { .. } => FAILED,
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use actors::{Failure, FaultPlan};
+use actors::FaultPlan;
 use anyhow::Context;
 use compute::{CpuDevice, Device};
 use model::{Budget, ModelConfig, Step};
@@ -117,11 +117,6 @@ pub(crate) fn store_bytes(dir: &Path) -> u64 {
     entries(&dir.join("layers"))
         .flat_map(|layer| ["a", "b"].map(|slot| files(&layer.path().join(slot))))
         .sum()
-}
-
-/// A failure as an error that keeps its exit code.
-pub(crate) fn failed(failure: Failure) -> anyhow::Error {
-    anyhow::Error::new(failure)
 }
 
 /// Whether `path`, which need not exist yet, is `dir` or below it.

@@ -5,7 +5,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use actors::{ACTOR_NAMES, Failure, FaultPlan, Forward, Observer, Solo, SoloConfig, Summary};
+use actors::{
+    ACTOR_NAMES, Failure, FaultPlan, Forward, Observer, Patience, Solo, SoloConfig, Summary,
+};
 use anyhow::Context;
 use data::{Rows, Sampler, Tokenizer};
 use model::{Budget, Limits, ModelConfig};
@@ -102,6 +104,7 @@ struct Session {
     limits: Limits,
     policy: Policy,
     threads: Arc<rayon::ThreadPool>,
+    patience: Patience,
 }
 
 /// Trains until the run is complete, interrupted or failed, and closes the store.
@@ -138,6 +141,7 @@ pub(crate) fn train(
         return Ok(Ended::Already);
     };
     let mut session = open_session(store, config, run, options, budget)?;
+    session.patience = args.stuck_after.map_or_else(Patience::default, Patience::of_seconds);
     if args.no_prefetch {
         (session.limits.weight_buffers, session.limits.optimizer_chunks) = (1, 1);
     }
@@ -184,6 +188,7 @@ fn open_session(
         budget,
         limits,
         policy,
+        patience: Patience::default(),
     })
 }
 
@@ -269,7 +274,7 @@ fn run_segments(
                 interrupt.stops(solo.stopper());
                 solo.wait().await
             })
-            .map_err(machine::failed)?;
+            .map_err(|failure| failed(failure, session))?;
         let summary = add(total.take(), summary);
         if summary.end == End::Completed
             && let Err(error) = measure(session, options, observer, interrupt, summary.step)
@@ -282,6 +287,22 @@ fn run_segments(
         }
         total = Some(summary);
     }
+}
+
+/// A run that ended without a summary. After [`Failure::Stuck`] a thread of this process never ends,
+/// so the process does, as if it were killed.
+fn failed(failure: Failure, session: &Session) -> anyhow::Error {
+    if let Failure::Stuck { .. } = failure {
+        errln!("error: {failure}");
+        errln!("{}", go_on(session.store.dir()));
+        std::process::exit(i32::from(exit::FAILED));
+    }
+    anyhow::Error::new(failure)
+}
+
+/// What to do after a failure that may not come again.
+fn go_on(dir: &Path) -> String {
+    format!("every committed step is kept; go on with: ftactor solo --store {}", dir.display())
 }
 
 fn next_pause(step: u64, options: &TrainOptions) -> u64 {
@@ -328,6 +349,7 @@ fn solo_config(
         clip: record.clip_rule()?,
         last_step,
         observer,
+        patience: session.patience,
         faults: faults.clone(),
     })
 }
@@ -457,6 +479,6 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
         Some(failure) if exit::failure_code(failure) == exit::DAMAGED => {
             errln!("{}", exit::DAMAGE_REMEDY);
         }
-        _ => outln!("every committed step is kept; go on with: ftactor solo --store {store}"),
+        _ => outln!("{}", go_on(dir)),
     }
 }

@@ -1,0 +1,313 @@
+//! [`Watch`]: notices what takes longer than it ever did.
+//!
+//! A *lane* is a kind of request to an actor, such as backward commands or layer updates. Its history
+//! is the times between answers while such requests were in flight.
+//!
+//! Invariants:
+//! - time counts only as far as the watch itself was awake: a stopped process, a sleeping machine or
+//!   a jumping clock makes nobody late;
+//! - nobody is late before the lane has a history, or before [`Patience::least`] has passed.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::directory::{Directory, Mailbox};
+use crate::reply::{Failure, Reply};
+
+/// Answers that a lane's history remembers.
+const REMEMBERED: usize = 256;
+/// Answers without which a lane has no history yet.
+const FEWEST: usize = 32;
+/// Deviations from the median that are still usual.
+const DEVIATIONS: f64 = 20.0;
+/// A lane with rare long work is not late before this many times its longest.
+const TIMES_LONGEST: f64 = 4.0;
+/// How much longer than usual a lane without history may take.
+const FIRST_TIME: u32 = 30;
+
+/// How long somebody may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Patience {
+    /// Nobody is late earlier.
+    pub least: Duration,
+}
+
+impl Patience {
+    /// Nobody is late before so many seconds.
+    pub fn of_seconds(seconds: u64) -> Patience {
+        Patience { least: Duration::from_secs(seconds) }
+    }
+}
+
+impl Default for Patience {
+    fn default() -> Patience {
+        Patience::of_seconds(120)
+    }
+}
+
+/// Somebody who is late.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Late {
+    pub(crate) lane: LaneName,
+    pub(crate) waited: Duration,
+    /// The median of its history.
+    pub(crate) usual: Duration,
+}
+
+/// Actor, and kind of the request.
+type LaneName = (&'static str, &'static str);
+
+/// The lane of an actor's mailbox: messages wait there, and none is taken in.
+const MAILBOX: &str = "message";
+
+/// What is in flight, and how long such things took; shared by whoever asks and whoever watches.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Watch {
+    lanes: Arc<Mutex<BTreeMap<LaneName, Lane>>>,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    in_flight: usize,
+    /// Messages that an actor has taken in.
+    taken: u64,
+    /// The last answer, or when work came to an idle lane.
+    since: Option<Instant>,
+    /// Awake time since then, as far as the watch has seen it.
+    waited: Duration,
+    history: VecDeque<f64>,
+    longest: f64,
+}
+
+impl Watch {
+    /// `reply`, whose way to its answer counts from now on.
+    pub(crate) fn over<T: 'static>(&self, lane: LaneName, reply: Reply<T>) -> Reply<T> {
+        self.asked(lane, Instant::now());
+        let watch = self.clone();
+        Reply::new(move |result| {
+            watch.answered(lane, Instant::now());
+            reply.send(result);
+        })
+    }
+
+    fn asked(&self, lane: LaneName, now: Instant) {
+        let mut lanes = self.lanes();
+        let lane = lanes.entry(lane).or_default();
+        if lane.in_flight == 0 {
+            lane.begin(now);
+        }
+        lane.in_flight += 1;
+    }
+
+    fn answered(&self, lane: LaneName, now: Instant) {
+        let mut lanes = self.lanes();
+        let lane = lanes.entry(lane).or_default();
+        lane.in_flight = lane.in_flight.saturating_sub(1);
+        lane.remember(now);
+        lane.begin(now);
+    }
+
+    /// What waits for an actor.
+    fn mailbox(&self, actor: &'static str, mailbox: Mailbox, now: Instant) {
+        let mut lanes = self.lanes();
+        let lane = lanes.entry((actor, MAILBOX)).or_default();
+        let taken = mailbox.posted.saturating_sub(mailbox.depth as u64);
+        if lane.taken != taken || lane.in_flight == 0 {
+            lane.begin(now);
+        }
+        (lane.taken, lane.in_flight) = (taken, mailbox.depth);
+    }
+
+    /// Lets `awake` pass; who is late then.
+    fn pass(&self, awake: Duration, patience: Patience) -> Option<Late> {
+        let mut lanes = self.lanes();
+        let busy = lanes.iter_mut().filter(|(_, lane)| lane.in_flight > 0);
+        let late = busy.filter_map(|(&name, lane)| {
+            lane.waited += awake;
+            let usual = Duration::from_secs_f64(lane.median());
+            // Taking a message in is no work.
+            let limit = if name.1 == MAILBOX { patience.least } else { lane.limit(patience) };
+            let late = lane.waited > limit;
+            late.then_some(Late { lane: name, waited: lane.waited, usual })
+        });
+        // All of them get older, so no lane may be left out.
+        late.collect::<Vec<_>>().into_iter().max_by_key(|late| late.waited)
+    }
+
+    fn lanes(&self) -> MutexGuard<'_, BTreeMap<LaneName, Lane>> {
+        // Every change is a single complete one.
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Lane {
+    fn begin(&mut self, now: Instant) {
+        self.since = Some(now);
+        self.waited = Duration::ZERO;
+    }
+
+    fn remember(&mut self, now: Instant) {
+        let Some(since) = self.since else { return };
+        let seen = self.waited + 2 * TICK_MAX;
+        let seconds = now.duration_since(since).min(seen).as_secs_f64();
+        if self.history.len() == REMEMBERED {
+            self.history.pop_front();
+        }
+        self.history.push_back(seconds);
+        self.longest = self.longest.max(seconds);
+    }
+
+    fn median(&self) -> f64 {
+        median(self.history.iter().copied().collect())
+    }
+
+    fn limit(&self, patience: Patience) -> Duration {
+        if self.history.len() < FEWEST {
+            return patience.least * FIRST_TIME;
+        }
+        let middle = self.median();
+        let deviation = median(self.history.iter().map(|s| (s - middle).abs()).collect());
+        let usual = (middle + DEVIATIONS * deviation).max(TIMES_LONGEST * self.longest);
+        patience.least.max(Duration::from_secs_f64(usual))
+    }
+}
+
+/// How often the watch looks, at most.
+const TICK_MAX: Duration = Duration::from_secs(1);
+
+/// Watches until the other end of `closed` is gone; whoever is late ends the run.
+pub(crate) fn keep_watch(
+    watch: &Watch,
+    directory: &Directory,
+    patience: Patience,
+    closed: &Receiver<()>,
+) {
+    let tick = TICK_MAX.min(patience.least / 4);
+    let mut last = Instant::now();
+    while closed.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
+        let now = Instant::now();
+        for (actor, mailbox) in directory.mailboxes() {
+            watch.mailbox(actor, mailbox, now);
+        }
+        // A stopped process wakes up here as well, long after.
+        let awake = now.duration_since(last).min(2 * tick);
+        last = now;
+        if let Some(Late { lane: (actor, what), waited, usual }) = watch.pass(awake, patience) {
+            let (waited, usual) = (waited.as_secs_f64(), usual.as_secs_f64());
+            tracing::error!(actor, what, waited, usual, "stuck");
+            directory.end(Err(Failure::Stuck { actor, what, waited, usual }));
+            return;
+        }
+    }
+}
+
+/// The middle of `values`, the upper one of two; 0 of none.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const X: LaneName = ("compute", "x");
+
+    /// One request, answered after `time`; when that is.
+    fn take(watch: &Watch, lane: LaneName, now: Instant, time: Duration) -> Instant {
+        watch.asked(lane, now);
+        assert_eq!(watch.pass(time, Patience { least: 1000 * SECOND }), None);
+        watch.answered(lane, now + time);
+        now + time
+    }
+
+    /// A lane with answers of 1, 2, 3, 1, 2, ... seconds.
+    fn experienced() -> Watch {
+        let watch = Watch::default();
+        let mut now = Instant::now();
+        for i in 0..60 {
+            now = take(&watch, X, now, Duration::from_secs(1 + i % 3));
+        }
+        watch
+    }
+
+    fn seconds_until_late(watch: &Watch, patience: Patience) -> usize {
+        (1..100_000).find(|_| watch.pass(SECOND, patience).is_some()).unwrap()
+    }
+
+    #[test]
+    fn whoever_exceeds_its_own_history_is_late() {
+        // Median 2, median deviation 1: 22 seconds; four times the longest: 12.
+        let watch = experienced();
+        watch.asked(X, Instant::now());
+        assert_eq!(seconds_until_late(&watch, Patience::of_seconds(5)), 23);
+        let late = watch.pass(SECOND, Patience::of_seconds(5)).unwrap();
+        assert_eq!((late.lane, late.waited.as_secs(), late.usual.as_secs()), (X, 24, 2));
+        watch.answered(X, Instant::now());
+        assert_eq!(
+            watch.pass(1000 * SECOND, Patience::of_seconds(5)),
+            None,
+            "nothing is in flight"
+        );
+    }
+
+    #[test]
+    fn patience_and_a_first_time_wait_longer() {
+        let watch = experienced();
+        watch.asked(X, Instant::now());
+        assert_eq!(seconds_until_late(&watch, Patience::of_seconds(60)), 61);
+        let new = Watch::default();
+        new.asked(X, Instant::now());
+        assert_eq!(seconds_until_late(&new, Patience::of_seconds(60)), 60 * 30 + 1);
+    }
+
+    #[test]
+    fn rare_long_work_is_remembered() {
+        let watch = Watch::default();
+        let mut now = Instant::now();
+        for i in 0..200 {
+            now = take(&watch, X, now, if i == 0 { 50 * SECOND } else { SECOND / 100 });
+        }
+        watch.asked(X, Instant::now());
+        assert_eq!(seconds_until_late(&watch, Patience::of_seconds(1)), 201);
+    }
+
+    #[test]
+    fn an_idle_lane_begins_anew() {
+        let watch = experienced();
+        assert_eq!(watch.pass(500 * SECOND, Patience::of_seconds(5)), None);
+        watch.asked(X, Instant::now());
+        assert_eq!(watch.pass(SECOND, Patience::of_seconds(5)), None);
+    }
+
+    #[test]
+    fn time_in_which_the_process_was_stopped_is_nobodys() {
+        let watch = Watch::default();
+        let mut now = Instant::now();
+        for _ in 0..FEWEST {
+            watch.asked(X, now);
+            now += 1000 * SECOND;
+            watch.answered(X, now);
+        }
+        watch.asked(X, now);
+        // Two seconds at most of each thousand were seen.
+        assert_eq!(seconds_until_late(&watch, Patience::of_seconds(1)), 9);
+    }
+
+    #[test]
+    fn messages_that_nobody_takes_are_noticed() {
+        let watch = Watch::default();
+        let until_late = |mailboxes: &mut dyn Iterator<Item = (u64, usize)>| {
+            mailboxes.take(10_000).position(|(posted, depth)| {
+                watch.mailbox("node", Mailbox { posted, depth }, Instant::now());
+                watch.pass(SECOND, Patience::of_seconds(2)).is_some()
+            })
+        };
+        assert_eq!(until_late(&mut (3..).map(|posted| (posted, 3))), None);
+        assert_eq!(until_late(&mut std::iter::repeat((9, 0))), None);
+        assert_eq!(until_late(&mut (9..).map(|n| (n, n as usize - 8))), Some(2));
+    }
+}
