@@ -45,7 +45,7 @@ fn ways(point: &str) -> &'static [&'static str] {
 }
 
 /// How often each point was reached.
-fn points(record: &str) -> BTreeMap<String, u64> {
+pub(crate) fn points(record: &str) -> BTreeMap<String, u64> {
     let text = fs::read_to_string(record).unwrap();
     let line = |line: &str| {
         let (point, count) = line.split_once(' ').unwrap();

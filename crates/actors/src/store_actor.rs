@@ -80,7 +80,7 @@ impl Message<StoreRequest> for StoreActor {
                 store.finish_layer(layer, slot, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::Sync { slots, reply } => {
-                store.sync_slots(slots, pass(gate, watch.over(lane, reply)))
+                store.sync_slots(slots, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::Commit { kind, state, reply } => {
                 let counters = Arc::clone(&store);

@@ -19,7 +19,7 @@ use crate::reply::{Failure, Reply};
 /// Answers that a lane's history remembers.
 const REMEMBERED: usize = 256;
 /// Answers without which a lane has no history yet.
-const FEWEST: usize = 32;
+const FEWEST: usize = 8;
 /// Deviations from the median that are still usual.
 const DEVIATIONS: f64 = 20.0;
 /// A lane with rare long work is not late before this many times its longest.
