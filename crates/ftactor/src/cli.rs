@@ -48,6 +48,21 @@ pub(crate) enum Command {
     /// Read every byte of a store and compare it with its hash
     #[command(after_help = "Example:\n  ftactor verify --store ./store")]
     Verify(StoreArgs),
+    /// Stop training layers: they are read, never changed, and give half of their disk space back
+    #[command(after_help = "Example:\n  ftactor lock --store ./store embed,0-11")]
+    Lock(LayersArgs),
+    /// Train layers again
+    #[command(after_help = "Example:\n  ftactor unlock --store ./store 8-11,head")]
+    Unlock(LayersArgs),
+    /// Keep the last commit under a name; nothing is copied
+    #[command(after_help = "Examples:\n  ftactor snapshot --store ./store before-night\n  \
+        ftactor snapshot --store ./store before-night --remove")]
+    Snapshot(SnapshotArgs),
+    /// Go back to a snapshot, or to the commit before the last
+    #[command(after_help = "Examples:\n  ftactor rollback --store ./store before-night\n  \
+        ftactor rollback --store ./store previous\n  \
+        ftactor rollback --store ./store before-night --layers 3,8-11")]
+    Rollback(RollbackArgs),
     /// Let the store's model continue a text
     #[command(
         after_help = "Example:\n  ftactor generate --store ./store --prompt 'Once upon a time' --max-tokens 50"
@@ -151,6 +166,44 @@ pub(crate) enum ExportDtype {
 pub(crate) struct StoreArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LayersArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// e.g. embed,0-11,head
+    #[arg(value_name = "LAYERS")]
+    pub(crate) layers: String,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SnapshotArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(value_name = "NAME")]
+    pub(crate) name: String,
+    /// Remove the snapshot of this name instead
+    #[arg(long)]
+    pub(crate) remove: bool,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RollbackArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    /// A snapshot, or the commit before the last
+    #[arg(value_name = "NAME|previous")]
+    pub(crate) name: String,
+    /// Only these, e.g. embed,0-11,head: their contents and Adam steps, not the run's step
+    #[arg(long, value_name = "LAYERS")]
+    pub(crate) layers: Option<String>,
     #[arg(long)]
     pub(crate) json: bool,
 }

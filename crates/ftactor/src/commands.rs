@@ -136,6 +136,8 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
         tracing::info!(%error, "the index is not rewritten");
     }
     let state = store.state();
+    let (snapshots, unusable) = store.snapshots()?;
+    unusable.iter().for_each(|why| errln!("warning: {why}"));
     let layers: Vec<_> = store.table().layers().iter().zip(&state.layers).collect();
     if args.json {
         let run: Option<serde_json::Value> =
@@ -155,21 +157,29 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
                 })
             })
             .collect();
-        outln!("{}", json!({"run": run, "step": state.step, "layers": layers}));
+        let snapshots: Vec<_> = snapshots
+            .iter()
+            .map(|snapshot| json!({"name": snapshot.name, "step": snapshot.state.step}))
+            .collect();
+        outln!(
+            "{}",
+            json!({"run": run, "step": state.step, "layers": layers, "snapshots": snapshots})
+        );
         return Ok(ExitCode::SUCCESS);
     }
     outln!("step {}, loss {:.4}, {} tokens", state.step, state.loss, state.tokens_total);
     outln!(
-        "{:<8} {:>14} {:>10} slot {:>6} {:>12}  hash",
+        "{:<8} {:>14} {:>10} slot {:>6} {:>12}  {:<16}  ",
         "layer",
         "parameters",
         "bytes",
         "t",
-        "grad norm"
+        "grad norm",
+        "hash"
     );
     for (spec, layer) in layers {
         outln!(
-            "{:<8} {:>14} {:>10} {:<4} {:>6} {:>12.4e}  {}",
+            "{:<8} {:>14} {:>10} {:<4} {:>6} {:>12.4e}  {:<16}  {}",
             spec.name,
             spec.elements(),
             show_bytes(spec.elements() as u64 * 12),
@@ -177,7 +187,11 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             layer.t,
             layer.grad_norm,
             model::hex(store.layer_hash(spec.id)),
+            if layer.locked { "locked" } else { "" },
         );
+    }
+    for snapshot in snapshots {
+        outln!("snapshot {} of step {}", snapshot.name, snapshot.state.step);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -196,7 +210,10 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
     if args.json {
         let list: Vec<_> = damage
             .iter()
-            .map(|d| json!({"file": d.file, "tensor": d.tensor, "offset": d.offset}))
+            .map(|d| {
+                let (file, healed_by) = (&d.file, &d.healed_by);
+                json!({"file": file, "tensor": d.tensor, "offset": d.offset, "healed_by": healed_by})
+            })
             .collect();
         outln!("{}", json!({"step": store.state().step, "damage": list}));
     } else if damage.is_empty() {
@@ -209,6 +226,13 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
         let inside =
             if d.tensor.is_empty() { String::new() } else { format!(" ({} ..)", d.tensor) };
         errln!("damaged: {}, in the 4 MiB from byte {}{inside}", d.file.display(), d.offset);
+        if let (Some(layer), Some(snapshot)) = (d.layer, d.healed_by.last()) {
+            let layer = &store.table().layer(layer).name;
+            errln!(
+                "  an earlier version of it is intact: ftactor rollback --store {} {snapshot} --layers {layer}",
+                args.store.display()
+            );
+        }
     }
     errln!("put these files back from a copy of the store, or import the model again");
     Ok(ExitCode::from(exit::DAMAGED))
@@ -222,7 +246,7 @@ fn damaged_rows(store: &ReadingStore) -> anyhow::Result<Option<Damage>> {
         Ok(_) => Ok(None),
         Err(error) => {
             errln!("{error}");
-            Ok(Some(Damage { file, tensor: String::new(), offset: 0 }))
+            Ok(Some(Damage { file, ..Damage::default() }))
         }
     }
 }

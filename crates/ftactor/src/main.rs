@@ -6,7 +6,9 @@ mod corpus;
 mod demo;
 mod effective;
 mod exit;
+mod history;
 mod interrupt;
+mod layers;
 mod log;
 mod machine;
 mod new_run;
@@ -47,6 +49,10 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Export(args) => commands::export(&args),
         Command::Inspect(args) => commands::inspect(&args),
         Command::Verify(args) => commands::verify(&args),
+        Command::Lock(args) => history::lock(&args),
+        Command::Unlock(args) => history::unlock(&args),
+        Command::Snapshot(args) => history::snapshot(&args),
+        Command::Rollback(args) => history::rollback(&args),
         Command::Generate(args) => commands::generate(&args),
         Command::Eval(args) => commands::eval(&args),
         Command::Data(args) => commands::data(&args),

@@ -51,6 +51,10 @@ pub(crate) struct RunRecord {
     /// a kill in between leaves neither the old run nor half of a new one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) reset_first: bool,
+    /// The model still has to go back to this snapshot, which this record comes from: written down
+    /// before that is done, so that a kill in between leaves no run with another run's state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) rollback_first: Option<String>,
 }
 
 /// A data file as it was when the run started.
@@ -138,6 +142,7 @@ impl RunRecord {
             data,
             rows_file,
             reset_first: false,
+            rollback_first: None,
         };
         record.check()?;
         Ok(record)

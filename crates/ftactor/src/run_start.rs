@@ -10,7 +10,7 @@ use data::{Order, Rows, Sampler};
 use model::{BudgetError, LayerTable, Limits, ModelConfig};
 use schedule::Policy;
 use serde_json::{Map, Value};
-use store::{State, TrainingStore};
+use store::{RollBack, State, TrainingStore};
 
 use crate::exit::{Refused, refuse};
 use crate::machine;
@@ -87,6 +87,18 @@ pub(crate) fn settle(store: &TrainingStore, record: &mut RunRecord) -> anyhow::R
         store.write_run(&record.to_json()?)?;
     }
     Ok(())
+}
+
+/// Goes back to the snapshot that `run.json` comes from, if that has not been done yet.
+pub(crate) fn finish_rollback(
+    store: &TrainingStore,
+    progress: impl FnMut(u64, u64),
+) -> anyhow::Result<()> {
+    let Some(text) = store.read_run()? else { return Ok(()) };
+    let mut record = RunRecord::from_json(store.dir(), &text)?;
+    let Some(name) = record.rollback_first.take() else { return Ok(()) };
+    store.rollback(RollBack::Snapshot(&name), None, progress)?;
+    Ok(store.write_run(&record.to_json()?)?)
 }
 
 fn resume(

@@ -23,7 +23,7 @@ use crate::options::{TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show};
 use crate::run_record::RunRecord;
-use crate::run_start::{Run, decide, limits, order, settle};
+use crate::run_start::{Run, decide, finish_rollback, limits, order, settle};
 use crate::{demo, effective, machine, supervise, text};
 
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
@@ -127,6 +127,7 @@ pub(crate) fn train(
     let io = machine::failing(machine::engine(machine::store_bytes(dir)), &faults);
     let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
     machine::tell(&recovery, store.state().step);
+    finish_rollback(&store, |_, _| {})?;
     remove_temporary_rows(dir);
     let config = ModelConfig::from_json(store.config_json())
         .with_context(|| format!("config.json of {}", dir.display()))?;

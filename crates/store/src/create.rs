@@ -174,7 +174,8 @@ impl StoreWriter {
             for slot in [Slot::A, Slot::B] {
                 let created = &mut self.created;
                 let record = |path| created.push((path, Made::File));
-                create_slot(&*self.io, &self.dir, layer, slot, record)?;
+                let dir = self.dir.join(slot_path(layer, slot));
+                create_slot(&*self.io, layer, |name| dir.join(name), record)?;
             }
             let files = SlotFiles::open(&self.io, &self.dir, layer, Slot::A, Access::ReadWrite)?;
             self.layers.push(LayerWriter::new(files, layer));

@@ -1,5 +1,6 @@
 //! Small whole files: read, replaced atomically, wrapped as I/O blocks.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -83,11 +84,20 @@ pub(crate) fn write(
     wait(|done| write_block(io, file, offset, bytes, done))
 }
 
-fn temporary(path: &Path) -> PathBuf {
+/// The name of a file that has not got `path` yet.
+pub(crate) fn temporary(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".");
     name.push(TEMPORARY);
     PathBuf::from(name)
+}
+
+/// Removes a file that need not be there.
+pub(crate) fn remove_if_there(io: &dyn Io, path: &Path) -> Result<(), IoError> {
+    match io.unlink(path) {
+        Err(error) if error.source.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
 }
 
 /// Removes temporary leftovers of `dir`.

@@ -27,6 +27,13 @@ pub(crate) fn chunk_count(bytes: u64) -> usize {
     bytes.div_ceil(CHUNK_BYTES as u64) as usize
 }
 
+/// Offset inside a plane of `bytes`, and length, of a chunk.
+pub(crate) fn chunk_range(bytes: u64, chunk: usize) -> (u64, usize) {
+    let start = chunk as u64 * CHUNK_BYTES as u64;
+    assert!(start < bytes, "chunk {chunk} of {}", chunk_count(bytes));
+    (start, (bytes - start).min(CHUNK_BYTES as u64) as usize)
+}
+
 /// Per plane, the hash of its chunk hashes as little-endian bytes: what a record carries.
 pub(crate) fn plane_hashes(chunks: &[PlaneHashes]) -> PlaneHashes {
     Plane::ALL.map(|plane| {

@@ -23,6 +23,7 @@ pub(crate) const COMMIT_DIR: &str = "commit";
 pub(crate) const LAYERS_DIR: &str = "layers";
 pub(crate) const SCRATCH_DIR: &str = "scratch";
 pub(crate) const TOKENS_DIR: &str = "tokens";
+pub(crate) const SNAPSHOTS_DIR: &str = "snapshots";
 /// Names a model's own files must not have.
 pub(crate) const RESERVED: [&str; 9] = [
     STORE_FILE,
@@ -33,7 +34,7 @@ pub(crate) const RESERVED: [&str; 9] = [
     LAYERS_DIR,
     SCRATCH_DIR,
     TOKENS_DIR,
-    "snapshots",
+    SNAPSHOTS_DIR,
 ];
 
 const FORMAT_VERSION: u64 = 1;

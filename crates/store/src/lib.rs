@@ -20,13 +20,16 @@ mod hashes;
 mod header;
 mod io;
 mod layout;
+mod locks;
 mod log;
 mod opening;
 mod reading;
 mod record;
 mod recovery;
+mod rollback;
 mod scratch;
 mod slots;
+mod snapshots;
 mod training;
 
 pub use chunk::{ChunkHasher, StateChunk};
@@ -41,5 +44,7 @@ pub use io::{
 pub use reading::{Damage, ReadingStore, layer_hash};
 pub use record::{LayerState, RecordKind, State};
 pub use recovery::{Cut, Recovery};
+pub use rollback::RollBack;
 pub use scratch::Scratch;
-pub use training::TrainingStore;
+pub use snapshots::Snapshot;
+pub use training::{Room, TrainingStore};

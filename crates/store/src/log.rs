@@ -48,12 +48,14 @@ pub(crate) enum Tail {
 pub(crate) struct Parsed {
     /// The last valid record's state and sequence, if the copy has an OPEN record.
     pub(crate) last: Option<(u64, State)>,
+    /// The state of the record before that one.
+    pub(crate) before: Option<State>,
     pub(crate) tail: Tail,
 }
 
 /// Reads one copy of log `number`. The `Err` names something valid that this version cannot use.
 pub(crate) fn parse(number: u64, bytes: &[u8]) -> Result<Parsed, String> {
-    let mut parsed = Parsed { last: None, tail: Tail::Clean };
+    let mut parsed = Parsed { last: None, before: None, tail: Tail::Clean };
     if bytes.get(..HEAD_BYTES) != Some(&head(number)) {
         refuse_newer(bytes)?;
         parsed.tail = classify(number, bytes, 0);
@@ -68,6 +70,7 @@ pub(crate) fn parse(number: u64, bytes: &[u8]) -> Result<Parsed, String> {
         }
         check_kind(raw.kind, parsed.last.is_none())?;
         let Ok(state) = record::decode_state(raw.body) else { break };
+        parsed.before = parsed.last.take().map(|(_, state)| state);
         parsed.last = Some((raw.sequence, state));
         at += raw.bytes;
     }
@@ -116,6 +119,7 @@ fn classify(number: u64, bytes: &[u8], at: usize) -> Tail {
 pub(crate) struct Chosen {
     pub(crate) sequence: u64,
     pub(crate) state: State,
+    pub(crate) before: Option<State>,
     /// Where the invalid tail of the chosen copy starts.
     pub(crate) torn_at: Option<u64>,
     /// A copy's last record is damaged, not torn.
@@ -134,6 +138,8 @@ pub(crate) fn choose(name: &str, copies: [Result<Parsed, String>; 2]) -> Result<
     }
     let rotten = copies.iter().flatten().any(Parsed::is_rotten);
     let highest = copies.iter().flatten().filter_map(Parsed::highest_sequence).max();
+    let [first_before, second_before] =
+        copies.each_ref().map(|copy| copy.as_ref().ok().and_then(|parsed| parsed.before.clone()));
     let [first, second] = copies.map(|copy| copy.ok().and_then(Parsed::intact));
     if let (Some((a, x)), Some((b, y))) = (&first, &second)
         && a.0 == b.0
@@ -157,7 +163,8 @@ pub(crate) fn choose(name: &str, copies: [Result<Parsed, String>; 2]) -> Result<
         Tail::Clean | Tail::Damaged { .. } => None,
     };
     let copy = usize::from(second_wins);
-    Ok(Chosen { sequence, state, torn_at, rotten, copy, warnings })
+    let before = if second_wins { second_before } else { first_before };
+    Ok(Chosen { sequence, state, before, torn_at, rotten, copy, warnings })
 }
 
 fn complaint(copy: &Result<Parsed, String>) -> Option<String> {
@@ -227,10 +234,11 @@ impl Log {
         self.files.each_ref().map(Handle::id)
     }
 
-    /// Whether another record could make the log too long to be read again.
-    pub(crate) fn is_full(&self) -> bool {
-        const RECORD_BYTES_MAX: u64 = 64 << 20;
-        self.end > files::SMALL_BYTES_MAX - RECORD_BYTES_MAX
+    /// Whether the next record belongs into a new log: the time to open a store must not grow with
+    /// the steps behind it.
+    pub(crate) fn is_long(&self) -> bool {
+        const LONG_BYTES: u64 = 4 << 20;
+        self.end > LONG_BYTES
     }
 
     /// The bytes of the next record, as an I/O block.

@@ -14,6 +14,7 @@ use crate::layout::{COMMIT_DIR, SCRATCH_DIR, plane_file, slot_path};
 use crate::log;
 use crate::record::State;
 use crate::slots::{HASHES_FILE, SlotFiles};
+use crate::snapshots;
 
 /// What is known of a slot's contents.
 #[derive(Clone, Debug)]
@@ -24,16 +25,19 @@ pub(crate) struct SlotTable {
     pub(crate) unsynced: bool,
     /// The `hashes` file says what `chunks` says.
     pub(crate) hashes_written: bool,
+    /// Nobody else has a name for the files: they may be written until the slot is live again.
+    pub(crate) writable: bool,
 }
 
 impl SlotTable {
-    fn live(chunks: Vec<PlaneHashes>) -> SlotTable {
+    pub(crate) fn live(chunks: Vec<PlaneHashes>) -> SlotTable {
         let chunks = chunks.into_iter().map(Some).collect();
-        SlotTable { chunks, unsynced: false, hashes_written: true }
+        SlotTable { chunks, unsynced: false, hashes_written: true, writable: false }
     }
 
-    fn inactive(chunks: usize) -> SlotTable {
-        SlotTable { chunks: vec![None; chunks], unsynced: true, hashes_written: false }
+    pub(crate) fn inactive(chunks: usize) -> SlotTable {
+        let chunks = vec![None; chunks];
+        SlotTable { chunks, unsynced: true, hashes_written: false, writable: false }
     }
 
     pub(crate) fn start_write(&mut self, chunk: usize) {
@@ -47,30 +51,51 @@ impl SlotTable {
     }
 }
 
-/// Per layer, in the order of [`Slot`].
-pub(crate) type OpenSlots = (Vec<[SlotFiles; 2]>, Vec<[SlotTable; 2]>);
+/// The files of a layer's two slots, in the order of [`Slot`]; an inactive one may have none.
+pub(crate) type Pair = [Option<Arc<SlotFiles>>; 2];
 
+/// What opening finds in `layers/`.
+pub(crate) struct OpenSlots {
+    pub(crate) slots: Vec<Pair>,
+    pub(crate) tables: Vec<[SlotTable; 2]>,
+    /// Sentences about inactive slots that have to be made anew.
+    pub(crate) warnings: Vec<String>,
+}
+
+/// Opens live slots, which must be as the record says, and inactive ones if they are usable: nothing
+/// in them is ever needed.
 pub(crate) fn open_slots(
     io: &Arc<dyn Io>,
     dir: &Path,
     table: &LayerTable,
     state: &State,
 ) -> Result<OpenSlots, StoreError> {
-    let mut slots = Vec::with_capacity(table.len());
-    let mut tables = Vec::with_capacity(table.len());
+    let mut open = OpenSlots { slots: Vec::new(), tables: Vec::new(), warnings: Vec::new() };
     for (layer, live) in table.layers().iter().zip(&state.layers) {
         for slot in [Slot::A, Slot::B] {
             refuse_links(&**io, dir, layer, slot)?;
         }
-        let open = |slot| SlotFiles::open(io, dir, layer, slot, Access::ReadWrite);
-        let files = [open(Slot::A)?, open(Slot::B)?];
-        let known = files[live.slot as usize].read_hashes(&**io, live)?;
-        let mut pair = [SlotTable::inactive(known.len()), SlotTable::inactive(known.len())];
-        pair[live.slot as usize] = SlotTable::live(known);
-        slots.push(files);
-        tables.push(pair);
+        let files = SlotFiles::open(io, dir, layer, live.slot, Access::ReadWrite)?;
+        let known = files.read_hashes(&**io, live)?;
+        let mut tables = [SlotTable::inactive(known.len()), SlotTable::inactive(known.len())];
+        tables[live.slot as usize] = SlotTable::live(known);
+        let mut pair = [None, None];
+        pair[live.slot as usize] = Some(Arc::new(files));
+        let other = live.slot.other();
+        pair[other as usize] = match SlotFiles::open(io, dir, layer, other, Access::ReadWrite) {
+            Ok(files) => Some(Arc::new(files)),
+            // A locked layer needs none.
+            Err(StoreError::Damaged { .. }) if live.locked => None,
+            Err(error @ StoreError::Damaged { .. }) => {
+                open.warnings.push(format!("{error}; it is no part of the commit and made anew"));
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        open.slots.push(pair);
+        open.tables.push(tables);
     }
-    Ok((slots, tables))
+    Ok(open)
 }
 
 /// Refuses a slot with symbolic links: what is written to an inactive slot could land in a live one.
@@ -96,14 +121,10 @@ fn absent_is_none(error: IoError) -> Result<bool, IoError> {
 }
 
 /// Reads every live slot and compares it with its hashes.
-pub(crate) fn check_live(
-    io: &dyn Io,
-    slots: &[[SlotFiles; 2]],
-    tables: &[[SlotTable; 2]],
-    state: &State,
-) -> Result<(), StoreError> {
-    for ((files, tables), layer) in slots.iter().zip(tables).zip(&state.layers) {
-        let (files, table) = (&files[layer.slot as usize], &tables[layer.slot as usize]);
+pub(crate) fn check_live(io: &dyn Io, open: &OpenSlots, state: &State) -> Result<(), StoreError> {
+    for ((files, tables), layer) in open.slots.iter().zip(&open.tables).zip(&state.layers) {
+        let Some(files) = &files[layer.slot as usize] else { continue };
+        let table = &tables[layer.slot as usize];
         for (chunk, expected) in table.chunks.iter().enumerate() {
             for plane in Plane::ALL {
                 let found = files.hash_chunk(io, plane, chunk)?;
@@ -116,8 +137,9 @@ pub(crate) fn check_live(
     Ok(())
 }
 
-/// Removes what the new log makes stale: older logs, temporary and scratch files.
-pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), IoError> {
+/// Removes what the new log makes stale: older logs, temporary and scratch files, unfinished
+/// snapshots.
+pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), StoreError> {
     let commit = dir.join(COMMIT_DIR);
     for name in io.list(&commit)? {
         if log::number_of(&name).is_some_and(|number| number < log) {
@@ -131,7 +153,7 @@ pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), 
     for name in io.list(&scratch)? {
         io.unlink(&scratch.join(name))?;
     }
-    Ok(())
+    snapshots::remove_unfinished(io, dir)
 }
 
 /// Removes a copy of an old log. A directory in its place is none, and whoever put it there has a

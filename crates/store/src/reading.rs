@@ -14,19 +14,24 @@ use crate::files;
 use crate::hashes::{PlaneHashes, hash};
 use crate::io::{Access, Io, Lock, LockKind};
 use crate::layout::{ELEMENT_BYTES, INDEX_FILE, Layout, plane_bytes, plane_file, slot_path};
-use crate::record::State;
+use crate::record::{LayerState, State};
 use crate::recovery::{self, Recovery};
 use crate::slots::SlotFiles;
+use crate::snapshots::{self, Snapshot};
 use crate::training::read_run;
 
 /// A place where bytes on disk contradict their hash.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Damage {
     pub file: PathBuf,
     /// The first tensor the damaged chunk holds; empty for the `hashes` file.
     pub tensor: String,
     /// First byte of the damaged chunk inside the file.
     pub offset: u64,
+    /// The layer whose live version is damaged; not for a snapshot's.
+    pub layer: Option<LayerId>,
+    /// Snapshots that hold an intact version of the layer.
+    pub healed_by: Vec<String>,
 }
 
 /// A store open for reading: nothing is written except by [`ReadingStore::write_index`].
@@ -166,19 +171,62 @@ impl ReadingStore {
         layer_hash(&self.state.layers[layer.index()].hashes)
     }
 
-    /// Re-hashes every live slot from the disk; `progress` gets bytes done and in all.
+    /// The store's snapshots, oldest step first, and why others cannot be used.
+    pub fn snapshots(&self) -> Result<(Vec<Snapshot>, Vec<String>), StoreError> {
+        snapshots::list(&*self.io, &self.dir, self.table())
+    }
+
+    /// Re-hashes every live slot, and what snapshots hold besides, from the disk, past the page
+    /// cache; `progress` gets bytes done and in all.
     pub fn verify(&self, mut progress: impl FnMut(u64, u64)) -> Result<Vec<Damage>, StoreError> {
+        let (snapshots, _) = self.snapshots()?;
+        let versions = self.versions(&snapshots);
         let planes = Plane::ALL.len() as u64;
-        let total: u64 = self.table().layers().iter().map(|l| planes * plane_bytes(l)).sum();
-        let mut done = 0;
-        let mut damage = Vec::new();
-        for layer in self.table().layers() {
-            self.verify_layer(layer, &mut damage, |bytes| {
+        let total: u64 = versions.iter().map(|v| planes * plane_bytes(v.layer)).sum();
+        let (mut done, mut found) = (0, Vec::new());
+        for version in &versions {
+            let damage = self.verify_version(version, |bytes| {
                 done += bytes;
                 progress(done, total);
             })?;
+            found.push((version, damage));
         }
-        Ok(damage)
+        Ok(self.with_remedies(found))
+    }
+
+    /// Every version of every layer that is to be kept, each once.
+    fn versions<'s>(&'s self, snapshots: &'s [Snapshot]) -> Vec<Version<'s>> {
+        let mut versions: Vec<Version<'_>> = Vec::new();
+        for (layer, state) in self.table().layers().iter().zip(&self.state.layers) {
+            versions.push(Version { layer, state, snapshot: None });
+        }
+        for snapshot in snapshots {
+            for (layer, state) in self.table().layers().iter().zip(&snapshot.state.layers) {
+                // Equal contents are one file with several names.
+                let known =
+                    |v: &Version<'_>| v.layer.id == layer.id && v.state.hashes == state.hashes;
+                if !versions.iter().any(known) {
+                    versions.push(Version { layer, state, snapshot: Some(snapshot) });
+                }
+            }
+        }
+        versions
+    }
+
+    /// All damage; where a live version is hurt, which snapshots have the layer intact.
+    fn with_remedies(&self, found: Vec<(&Version<'_>, Vec<Damage>)>) -> Vec<Damage> {
+        let intact = |layer: LayerId| -> Vec<String> {
+            let sound = found.iter().filter(|(v, damage)| v.layer.id == layer && damage.is_empty());
+            sound.filter_map(|(v, _)| v.snapshot.map(|snapshot| snapshot.name.clone())).collect()
+        };
+        let mut all = Vec::new();
+        for (_, damage) in &found {
+            for one in damage {
+                let healed_by = one.layer.map(intact).unwrap_or_default();
+                all.push(Damage { healed_by, ..one.clone() });
+            }
+        }
+        all
     }
 
     /// Re-hashes the weights of every live slot from the disk: for whoever is about to use them
@@ -204,37 +252,58 @@ impl ReadingStore {
         write_index(&*self.io, &self.dir, self.table(), &self.state)
     }
 
-    fn verify_layer(
+    fn verify_version(
         &self,
-        layer: &LayerSpec,
-        damage: &mut Vec<Damage>,
+        version: &Version<'_>,
         mut progress: impl FnMut(u64),
-    ) -> Result<(), StoreError> {
-        let files = &self.slots[layer.id.index()];
-        let hashes = match self.chunk_hashes(layer.id) {
-            Ok(hashes) => hashes,
+    ) -> Result<Vec<Damage>, StoreError> {
+        let layer = version.layer;
+        let whole = Plane::ALL.len() as u64 * plane_bytes(layer);
+        let at = |file: PathBuf, tensor: String, offset: u64| {
+            let layer = version.snapshot.is_none().then_some(layer.id);
+            Damage { file, tensor, offset, layer, healed_by: Vec::new() }
+        };
+        let opened = version.open(&self.io, &self.dir).and_then(|files| {
+            let hashes = files.read_hashes(&*self.io, version.state)?;
+            Ok((files, hashes))
+        });
+        let (files, hashes) = match opened {
+            Ok(opened) => opened,
             Err(StoreError::Damaged { file, .. }) => {
-                damage.push(Damage { file, tensor: String::new(), offset: 0 });
-                progress(Plane::ALL.len() as u64 * files.data_bytes);
-                return Ok(());
+                progress(whole);
+                return Ok(vec![at(file, String::new(), 0)]);
             }
             Err(error) => return Err(error),
         };
+        let mut damage = Vec::new();
         for plane in Plane::ALL {
             for (chunk, expected) in hashes.iter().enumerate() {
                 let (start, len) = files.chunk_range(chunk);
                 if files.hash_chunk(&*self.io, plane, chunk)? != expected[plane as usize] {
                     let file = &files.planes[plane as usize];
-                    damage.push(Damage {
-                        file: file.path.clone(),
-                        tensor: tensor_at(layer, start as usize / ELEMENT_BYTES),
-                        offset: file.data_start + start,
-                    });
+                    let tensor = tensor_at(layer, start as usize / ELEMENT_BYTES);
+                    damage.push(at(file.path.clone(), tensor, file.data_start + start));
                 }
                 progress(len as u64);
             }
         }
-        Ok(())
+        Ok(damage)
+    }
+}
+
+/// One version of a layer: the live one, or a snapshot's.
+struct Version<'s> {
+    layer: &'s LayerSpec,
+    state: &'s LayerState,
+    snapshot: Option<&'s Snapshot>,
+}
+
+impl Version<'_> {
+    fn open(&self, io: &Arc<dyn Io>, dir: &Path) -> Result<SlotFiles, StoreError> {
+        match self.snapshot {
+            Some(snapshot) => snapshot.open(io, self.layer, Access::ReadDisk),
+            None => SlotFiles::open(io, dir, self.layer, self.state.slot, Access::ReadDisk),
+        }
     }
 }
 

@@ -38,6 +38,8 @@ pub(crate) struct Recovered {
     pub(crate) layout: Layout,
     pub(crate) config_json: String,
     pub(crate) state: State,
+    /// The state before the last record, if the log still tells.
+    pub(crate) before: Option<State>,
     pub(crate) sequence: u64,
     /// Highest log number seen.
     pub(crate) number: u64,
@@ -63,6 +65,7 @@ pub(crate) fn recover(io: &dyn Io, dir: &Path) -> Result<Recovered, StoreError> 
     Ok(Recovered {
         layout,
         config_json,
+        before: chosen.before.filter(|before| before.layers.len() == chosen.state.layers.len()),
         state: chosen.state,
         sequence: chosen.sequence,
         number,

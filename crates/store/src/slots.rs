@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{Budget, CHUNK_BYTES, HostBytes, LayerSpec, Plane, Slot};
+use model::{Budget, HostBytes, LayerSpec, Plane, Slot};
 
 use crate::files;
 use crate::hashes::{self, PlaneHashes, chunk_count, hash, plane_hashes};
@@ -45,9 +45,19 @@ impl SlotFiles {
         access: Access,
     ) -> Result<SlotFiles, StoreError> {
         let dir = dir.join(slot_path(layer, slot));
-        let open = |plane| open_plane(io, dir.join(plane_file(plane)), layer, access);
+        SlotFiles::open_at(io, layer, access, |name| dir.join(name))
+    }
+
+    /// Opens the files of a version of `layer`, whose paths `path` gives by their names in a slot.
+    pub(crate) fn open_at(
+        io: &Arc<dyn Io>,
+        layer: &LayerSpec,
+        access: Access,
+        path: impl Fn(&str) -> PathBuf,
+    ) -> Result<SlotFiles, StoreError> {
+        let open = |plane| open_plane(io, path(&plane_file(plane)), layer, access);
         let planes = [open(Plane::Weight)?, open(Plane::ExpAvg)?, open(Plane::ExpAvgSq)?];
-        let hashes_path = dir.join(HASHES_FILE);
+        let hashes_path = path(HASHES_FILE);
         let hashes = open_existing(io, &hashes_path, access)?;
         Ok(SlotFiles { planes, hashes, hashes_path, data_bytes: plane_bytes(layer) })
     }
@@ -65,9 +75,7 @@ impl SlotFiles {
 
     /// Offset inside the data, and length, of a chunk.
     pub(crate) fn chunk_range(&self, chunk: usize) -> (u64, usize) {
-        let start = chunk as u64 * CHUNK_BYTES as u64;
-        assert!(start < self.data_bytes, "chunk {chunk} of {}", self.chunks());
-        (start, (self.data_bytes - start).min(CHUNK_BYTES as u64) as usize)
+        hashes::chunk_range(self.data_bytes, chunk)
     }
 
     /// The chunk hashes of a live slot, as its `hashes` file has them and `state` confirms.
@@ -106,6 +114,28 @@ impl SlotFiles {
             let done = Box::new(move |block: Result<_, IoError>| done(block.map_err(Into::into)));
             read_target(io, file.file.id(), offset, target, done);
         })
+    }
+
+    /// Compares every chunk with the hashes that `state` has for this version; they are returned.
+    ///
+    /// # Errors
+    /// `Damaged` for the first one that differs.
+    pub(crate) fn check(
+        &self,
+        io: &dyn Io,
+        state: &LayerState,
+        mut progress: impl FnMut(u64),
+    ) -> Result<Vec<PlaneHashes>, StoreError> {
+        let chunks = self.read_hashes(io, state)?;
+        for plane in Plane::ALL {
+            for (chunk, expected) in chunks.iter().enumerate() {
+                if self.hash_chunk(io, plane, chunk)? != expected[plane as usize] {
+                    return Err(self.mismatch(plane, chunk));
+                }
+                progress(self.chunk_range(chunk).1 as u64);
+            }
+        }
+        Ok(chunks)
     }
 
     /// The error of a chunk whose contents contradict its hash.
@@ -159,28 +189,70 @@ fn open_existing(io: &Arc<dyn Io>, path: &Path, access: Access) -> Result<Handle
     Ok(Handle::new(io, io.open(path, access)?))
 }
 
-/// Creates the files of a slot: preallocated, headers written, data zero, nothing synced.
+/// Names of a slot's files, the one with the hashes last.
+pub(crate) fn slot_files() -> [String; 4] {
+    let [a, b, c] = Plane::ALL.map(plane_file);
+    [a, b, c, HASHES_FILE.to_owned()]
+}
+
+/// Creates the files of a slot under the paths that `path` gives their names: preallocated, headers
+/// written, data zero, nothing synced.
 pub(crate) fn create_slot(
     io: &dyn Io,
-    dir: &Path,
     layer: &LayerSpec,
-    slot: Slot,
+    path: impl Fn(&str) -> PathBuf,
     mut created: impl FnMut(PathBuf),
 ) -> Result<(), StoreError> {
-    let dir = dir.join(slot_path(layer, slot));
     let header = Arc::new(files::block(&header::encode(layer, DTYPE, ELEMENT_BYTES)));
     for plane in Plane::ALL {
-        let path = dir.join(plane_file(plane));
+        let path = path(&plane_file(plane));
         let file = io.create(&path, header.len() as u64 + plane_bytes(layer))?;
         created(path);
         let written = files::write(io, file, 0, &header);
         io.close(file);
         written?;
     }
-    let path = dir.join(HASHES_FILE);
+    let path = path(HASHES_FILE);
     let file = io.create(&path, hashes::file_bytes(chunk_count(plane_bytes(layer))) as u64)?;
     io.close(file);
     created(path);
+    Ok(())
+}
+
+/// Puts fresh files in the place of whatever a slot has. What is in them is the caller's to write and
+/// to sync, and so is the returned directory, in which their names are.
+pub(crate) fn remake_slot(
+    io: &dyn Io,
+    dir: &Path,
+    layer: &LayerSpec,
+    slot: Slot,
+) -> Result<PathBuf, StoreError> {
+    let dir = dir.join(slot_path(layer, slot));
+    io.create_dir(&dir)?;
+    files::remove_temporaries(io, &dir)?;
+    let temporary = |name: &str| files::temporary(&dir.join(name));
+    if let Err(error) = create_slot(io, layer, temporary, |_| ()) {
+        // The first error is the one to report; the next try removes what is left.
+        let _ = files::remove_temporaries(io, &dir);
+        return Err(error);
+    }
+    for name in slot_files() {
+        io.rename(&temporary(&name), &dir.join(&name))?;
+    }
+    Ok(dir)
+}
+
+/// Removes the files of a slot, as far as they are there.
+pub(crate) fn remove_slot(
+    io: &dyn Io,
+    dir: &Path,
+    layer: &LayerSpec,
+    slot: Slot,
+) -> Result<(), StoreError> {
+    let dir = dir.join(slot_path(layer, slot));
+    for name in slot_files() {
+        files::remove_if_there(io, &dir.join(name))?;
+    }
     Ok(())
 }
 

@@ -1,75 +1,45 @@
 //! [`TrainingStore`]: a store held by one trainer, which reads live slots and writes inactive ones.
 //!
 //! Invariants:
-//! - a slot is written only if it is not live, its files have no second name, and no commit that
-//!   names it is in flight;
+//! - a slot is written only if it is not live, its layer is not locked, its files have no second
+//!   name, and no commit that names it is in flight;
 //! - a commit names only slots whose files are synced and whose hashes are those in its state;
 //! - a failed sync, a lost write or a reported mismatch poisons the store: every later call fails;
-//! - no lock is held while an operation is submitted or a [`Done`] runs.
+//! - no lock that a [`Done`] takes is held while an operation is submitted or a [`Done`] runs.
 
-use std::fmt;
-use std::io;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use model::{Budget, HostBytes, LayerId, LayerTable, Plane, Slot};
 use serde_json::{Map, Value};
 
+mod inner;
+
+use inner::{Chain, Inner};
+
 use crate::chunk::{ChunkReads, StateChunk};
-use crate::error::{Done, StoreError};
+use crate::error::{Done, StoreError, blocking};
 use crate::files;
 use crate::hashes::{self, PlaneHashes, plane_hashes};
 use crate::io::{
-    AfterUse, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, fan_in, read_scattered,
-    read_target, write_block,
+    AfterUse, Io, IoCounters, IoDone, IoError, LockKind, Op, fan_in, read_scattered, write_block,
 };
-use crate::layout::{ELEMENT_BYTES, INDEX_FILE, Layout, RUN_FILE, SCRATCH_DIR, plane_bytes};
-use crate::log::{self, Log};
-use crate::opening::{SlotTable, check_live, open_slots, remove_leftovers};
+use crate::layout::{ELEMENT_BYTES, RUN_FILE, SCRATCH_DIR, plane_bytes};
+use crate::log;
+use crate::opening::{check_live, open_slots, remove_leftovers};
 use crate::reading::write_index;
 use crate::record::{RecordKind, State};
 use crate::recovery::{self, Recovery};
 use crate::scratch::Scratch;
-use crate::slots::SlotFiles;
+use crate::slots::slot_bytes;
 
 /// A store open for training. Calls come from any thread; see [`Done`] for where they end.
 #[derive(Debug)]
 pub struct TrainingStore {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
-    io: Arc<dyn Io>,
-    dir: PathBuf,
-    budget: Budget,
-    layout: Layout,
-    config_json: String,
-    /// Per layer, in the order of [`Slot`].
-    slots: Vec<[SlotFiles; 2]>,
-    tables: Mutex<Vec<[SlotTable; 2]>>,
-    chain: Mutex<Chain>,
-    /// Whether an index may be there that points into slots about to be written. Held while it is
-    /// removed: nobody writes before that is durable.
-    may_have_index: Mutex<bool>,
-    /// The first failure that poisoned the store, and whether it was damage.
-    poison: Mutex<Option<(String, bool)>>,
-    /// Declared last: given up after everything else.
-    _lock: Lock,
-}
-
-impl fmt::Debug for Inner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inner").field("dir", &self.dir).finish_non_exhaustive()
-    }
-}
-
-struct Chain {
-    state: State,
-    log: Log,
-    /// The slots of the commit in flight.
-    committing: Option<Vec<Slot>>,
+    pub(crate) inner: Arc<Inner>,
 }
 
 impl TrainingStore {
@@ -89,11 +59,12 @@ impl TrainingStore {
         let lock = recovery::lock(&*io, dir, LockKind::Exclusive, lock_wait)?;
         let found = recovery::recover(&*io, dir)?;
         let mut recovery = found.recovery;
-        let (slots, tables) = open_slots(&io, dir, &found.layout.table, &found.state)?;
+        let open = open_slots(&io, dir, &found.layout.table, &found.state)?;
         if recovery.cut.is_some() {
-            check_live(&*io, &slots, &tables, &found.state)?;
+            check_live(&*io, &open, &found.state)?;
             recovery.checked = true;
         }
+        recovery.warnings.extend(open.warnings);
         let log = log::start(&io, dir, found.number + 1, found.sequence + 1, &found.state)?;
         remove_leftovers(&*io, dir, log.number)?;
         let inner = Inner {
@@ -102,9 +73,16 @@ impl TrainingStore {
             budget,
             layout: found.layout,
             config_json: found.config_json,
-            slots,
-            tables: Mutex::new(tables),
-            chain: Mutex::new(Chain { state: found.state, log, committing: None }),
+            slots: RwLock::new(open.slots),
+            tables: Mutex::new(open.tables),
+            chain: Mutex::new(Chain {
+                state: found.state,
+                before: found.before,
+                log,
+                committing: None,
+            }),
+            readying: Mutex::default(),
+            may_have_idle: AtomicBool::new(true),
             may_have_index: Mutex::new(true),
             poison: Mutex::new(None),
             _lock: lock,
@@ -157,7 +135,7 @@ impl TrainingStore {
         let files = inner.files(layer, slot);
         let bytes = elements.start * ELEMENT_BYTES..elements.end * ELEMENT_BYTES;
         assert!(bytes.start <= bytes.end && bytes.end as u64 <= files.data_bytes, "{elements:?}");
-        inner.read_data(files, Plane::Weight, bytes, after, done);
+        inner.read_data(&files, Plane::Weight, bytes, after, done);
     }
 
     /// Reads rows of `width` elements of a layer's first tensor: `[ids.len(), width]` float32, in
@@ -200,7 +178,7 @@ impl TrainingStore {
 
     /// Elements of a chunk inside its layer's block.
     pub fn chunk_elements(&self, layer: LayerId, chunk: usize) -> Range<usize> {
-        let (start, len) = self.inner.files(layer, Slot::A).chunk_range(chunk);
+        let (start, len) = hashes::chunk_range(plane_bytes(self.table().layer(layer)), chunk);
         let first = start as usize / ELEMENT_BYTES;
         first..first + len / ELEMENT_BYTES
     }
@@ -216,7 +194,7 @@ impl TrainingStore {
             let gathered = Arc::clone(&gathered);
             let landed: Done<HostBytes> =
                 Box::new(move |block| ChunkReads::land(&gathered, plane, block));
-            self.inner.read_data(files, plane, range.clone(), AfterUse::Forget, landed);
+            self.inner.read_data(&files, plane, range.clone(), AfterUse::Forget, landed);
         }
     }
 
@@ -263,11 +241,14 @@ impl TrainingStore {
     /// Writes one chunk of the three planes into an inactive slot. `hashes` are those of `bytes`,
     /// computed by the caller while they are in its cache.
     ///
+    /// The first write after a commit replaces a slot that is missing or that a snapshot has a name
+    /// for, and blocks while it does.
+    ///
     /// # Errors
-    /// `Invalid` if a file of the slot has a second name (a snapshot); `Io`, `Poisoned`.
+    /// `NoSpace` for a slot that is to be replaced; `Io`, `Poisoned`.
     ///
     /// # Panics
-    /// On a live slot or wrong lengths: a programmer's error.
+    /// On a live slot, a locked layer or wrong lengths: a programmer's error.
     pub fn write_chunk(
         &self,
         layer: LayerId,
@@ -278,15 +259,15 @@ impl TrainingStore {
         done: Done<()>,
     ) {
         let inner = &self.inner;
-        let files = inner.files(layer, slot);
-        let (start, len) = files.chunk_range(chunk);
+        let (start, len) = hashes::chunk_range(plane_bytes(self.table().layer(layer)), chunk);
         let blocks = [bytes.weight, bytes.exp_avg, bytes.exp_avg_sq];
         assert!(blocks.iter().all(|block| block.len() == len), "a chunk of {len} bytes");
         inner.assert_inactive(layer, slot);
-        let ready = inner.check_poison().and_then(|()| inner.check_links(files));
-        if let Err(error) = ready.and_then(|()| inner.remove_index()) {
-            return done(Err(error));
-        }
+        let ready = inner.check_poison().and_then(|()| inner.remove_index());
+        let files = match ready.and_then(|()| inner.ready_slot(layer, slot)) {
+            Ok(files) => files,
+            Err(error) => return done(Err(error)),
+        };
         inner.tables()[layer.index()][slot as usize].start_write(chunk);
         let shared = Arc::clone(inner);
         let fan = fan_in(
@@ -309,13 +290,11 @@ impl TrainingStore {
     /// On a live slot or one with unwritten chunks: a programmer's error.
     pub fn finish_layer(&self, layer: LayerId, slot: Slot, done: Done<PlaneHashes>) {
         let inner = &self.inner;
-        let files = inner.files(layer, slot);
         inner.assert_inactive(layer, slot);
-        let checked = inner.check_poison();
-        let links = checked.and_then(|()| inner.check_links(files));
-        if let Err(error) = links {
+        if let Err(error) = inner.check_poison() {
             return done(Err(error));
         }
+        let files = inner.files(layer, slot);
         let chunks = inner.tables()[layer.index()][slot as usize].complete();
         let Some(chunks) = chunks else {
             panic!("layer {layer} has unwritten chunks in slot {}", slot.name())
@@ -364,9 +343,8 @@ impl TrainingStore {
             return done(Err(error));
         }
         inner.assert_committable(&state);
-        if inner.chain().log.is_full() {
-            let what = "the commit log of this run is full: stop it and start it again".into();
-            return done(Err(StoreError::Invalid(what)));
+        if let Err(error) = inner.begin_log_if_long() {
+            return done(Err(error));
         }
         let (record, files, offset) = {
             let mut chain = inner.chain();
@@ -377,11 +355,7 @@ impl TrainingStore {
         };
         let (shared, record_bytes) = (Arc::clone(inner), record.len() as u64);
         let committed = inner.finish_or_poison(done, move || {
-            let mut chain = shared.chain();
-            chain.state = state;
-            chain.log.end += record_bytes;
-            chain.log.next_sequence += 1;
-            chain.committing = None;
+            shared.now_true(state, record_bytes);
         });
         let io = Arc::clone(&inner.io);
         let written: IoDone = Box::new(move |result| match result {
@@ -397,6 +371,26 @@ impl TrainingStore {
         for file in files {
             write_block(&*inner.io, file, offset, &record, fan.branch());
         }
+    }
+
+    /// [`TrainingStore::commit`], waited for.
+    pub(crate) fn commit_now(&self, kind: RecordKind, state: State) -> Result<(), StoreError> {
+        blocking(|done| self.commit(kind, state, done))
+    }
+
+    /// What the coming steps may still allocate, and what the disk has: a step that begins with too
+    /// little ends as a failure.
+    pub fn room(&self) -> Result<Room, StoreError> {
+        let inner = &self.inner;
+        let mut needed = RESERVE_BYTES;
+        for (spec, layer) in self.table().layers().iter().zip(&self.state().layers) {
+            for slot in [Slot::A, Slot::B] {
+                if !layer.locked && !inner.is_own(spec.id, slot)? {
+                    needed += slot_bytes(spec);
+                }
+            }
+        }
+        Ok(Room { needed, available: inner.io.free_bytes(&inner.dir)? })
     }
 
     /// Fails with the cause if the store is poisoned.
@@ -429,153 +423,24 @@ impl TrainingStore {
     /// Ends a run cleanly: the directory is a Hugging Face checkpoint of the last commit. Blocks.
     pub fn close(self) -> Result<(), StoreError> {
         self.inner.check_poison()?;
+        self.inner.remove_idle()?;
         let state = self.state();
         write_index(&*self.inner.io, &self.inner.dir, self.table(), &state)
     }
+}
+
+/// Bytes that the log and small files may take between two looks at the disk.
+const RESERVE_BYTES: u64 = 16 << 20;
+
+/// Bytes that are needed and those that are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    pub needed: u64,
+    pub available: u64,
 }
 
 /// Text of `run.json` in `dir`, if there is one.
 pub(crate) fn read_run(io: &dyn Io, dir: &Path) -> Result<Option<String>, StoreError> {
     let path = dir.join(RUN_FILE);
     if io.exists(&path)? { files::read_text(io, &path).map(Some) } else { Ok(None) }
-}
-
-impl Inner {
-    fn files(&self, layer: LayerId, slot: Slot) -> &SlotFiles {
-        &self.slots[layer.index()][slot as usize]
-    }
-
-    /// Reads `bytes` of a plane's data.
-    fn read_data(
-        &self,
-        files: &SlotFiles,
-        plane: Plane,
-        bytes: Range<usize>,
-        after: AfterUse,
-        done: Done<HostBytes>,
-    ) {
-        if let Err(error) = self.check_poison() {
-            return done(Err(error));
-        }
-        let file = &files.planes[plane as usize];
-        let offset = file.data_start + bytes.start as u64;
-        match self.io.target(file.file.id(), offset, bytes.len(), &self.budget, after) {
-            Err(error) => done(Err(error)),
-            Ok(target) => {
-                let done = Box::new(move |b: Result<_, IoError>| done(b.map_err(Into::into)));
-                read_target(&*self.io, file.file.id(), offset, target, done);
-            }
-        }
-    }
-
-    fn assert_inactive(&self, layer: LayerId, slot: Slot) {
-        let (live, pending) = {
-            let chain = self.chain();
-            let pending = chain.committing.as_ref().map(|slots| slots[layer.index()]);
-            (chain.state.layers[layer.index()].slot, pending)
-        };
-        assert_ne!(slot, live, "layer {layer}: a live slot is never written");
-        assert_ne!(Some(slot), pending, "layer {layer}: the slot of a commit in flight is live");
-    }
-
-    fn assert_committable(&self, state: &State) {
-        let tables = self.tables();
-        assert_eq!(state.layers.len(), tables.len(), "a state names every layer");
-        for (index, (layer, slots)) in state.layers.iter().zip(tables.iter()).enumerate() {
-            let table = &slots[layer.slot as usize];
-            assert!(table.hashes_written && !table.unsynced, "layer {index} is not synced");
-            let hashes = table.complete().map(|chunks| plane_hashes(&chunks));
-            assert_eq!(Some(layer.hashes), hashes, "layer {index} has other hashes");
-        }
-    }
-
-    /// A file with a second name belongs to a snapshot and must not change.
-    fn check_links(&self, files: &SlotFiles) -> Result<(), StoreError> {
-        let planes = files.planes.iter().map(|plane| &plane.path);
-        for path in planes.chain([&files.hashes_path]) {
-            let links = self.io.link_count(path)?;
-            if links > 1 {
-                let path = path.display();
-                let what = format!("{path} has {links} names and must not be written");
-                return Err(StoreError::Invalid(what));
-            }
-        }
-        Ok(())
-    }
-
-    /// Other software must not follow an old index into a slot that changes; until the first write
-    /// it is right.
-    fn remove_index(&self) -> Result<(), StoreError> {
-        let mut may_have_index = held(&self.may_have_index);
-        if !*may_have_index {
-            return Ok(());
-        }
-        let unlinked = match self.io.unlink(&self.dir.join(INDEX_FILE)) {
-            Err(error) if error.source.kind() == io::ErrorKind::NotFound => Ok(()),
-            done => done,
-        };
-        // An earlier removal may not be durable yet, so an absent index is synced as well.
-        let removed = unlinked.and_then(|()| self.io.sync_dir(&self.dir));
-        removed.inspect_err(|error| self.poison_if_lost(error))?;
-        *may_have_index = false;
-        Ok(())
-    }
-
-    fn check_poison(&self) -> Result<(), StoreError> {
-        match &*held(&self.poison) {
-            Some((cause, damaged)) => {
-                Err(StoreError::Poisoned { cause: cause.clone(), damaged: *damaged })
-            }
-            None => Ok(()),
-        }
-    }
-
-    fn poison(&self, cause: String, damaged: bool) {
-        held(&self.poison).get_or_insert((cause, damaged));
-    }
-
-    fn poison_if_lost(&self, error: &IoError) {
-        if error.lost_writes {
-            self.poison(error.to_string(), false);
-        }
-    }
-
-    /// Reports to `done`, after `succeeded`, and poisons the store when writes were lost.
-    fn finish(
-        self: &Arc<Inner>,
-        done: Done<()>,
-        succeeded: impl FnOnce() + Send + 'static,
-    ) -> IoDone {
-        let inner = Arc::clone(self);
-        Box::new(move |result| {
-            match &result {
-                Ok(()) => succeeded(),
-                Err(error) => inner.poison_if_lost(error),
-            }
-            done(result.map_err(Into::into));
-        })
-    }
-
-    /// [`Inner::finish`] where every error means that nobody knows what is on the disk.
-    fn finish_or_poison(
-        self: &Arc<Inner>,
-        done: Done<()>,
-        succeeded: impl FnOnce() + Send + 'static,
-    ) -> IoDone {
-        let finished = self.finish(done, succeeded);
-        Box::new(move |result| finished(result.map_err(IoError::losing_writes)))
-    }
-
-    fn chain(&self) -> MutexGuard<'_, Chain> {
-        held(&self.chain)
-    }
-
-    fn tables(&self) -> MutexGuard<'_, Vec<[SlotTable; 2]>> {
-        held(&self.tables)
-    }
-}
-
-fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change under these locks is complete or followed by a panic that ends the step.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -265,6 +265,11 @@ impl Io for Faulty {
         self.name_op("remove", path, || self.inner.unlink(path), record)
     }
 
+    fn link(&self, from: &Path, to: &Path) -> Result<(), IoError> {
+        let record = |state: &mut State, _: Option<&()>| state.disk.link(from, to);
+        self.name_op("link", from, || self.inner.link(from, to), record)
+    }
+
     fn list(&self, dir: &Path) -> Result<Vec<String>, IoError> {
         self.alive("list", dir)?;
         self.inner.list(dir)
@@ -451,6 +456,13 @@ impl Imagined {
         if let Some(node) = self.current.remove(from) {
             self.current.insert(to.to_owned(), node);
             self.pending.push(NameChange::Rename(from.to_owned(), to.to_owned(), node));
+        }
+    }
+
+    fn link(&mut self, from: &Path, to: &Path) {
+        if let Some(&node) = self.current.get(from) {
+            self.current.insert(to.to_owned(), node);
+            self.pending.push(NameChange::Create(to.to_owned(), node));
         }
     }
 

@@ -18,13 +18,14 @@ use super::{
 use crate::StoreError;
 
 /// Names under which an injected engine asks.
-pub const IO_CALLS: [&str; 17] = [
+pub const IO_CALLS: [&str; 18] = [
     "create",
     "create_dir",
     "exists",
     "free_bytes",
     "is_link",
     "len",
+    "link",
     "link_count",
     "list",
     "lock",
@@ -157,6 +158,11 @@ impl Io for Injected {
     fn unlink(&self, path: &Path) -> Result<(), IoError> {
         self.pass("unlink", path)?;
         self.inner.unlink(path)
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Result<(), IoError> {
+        self.pass("link", from)?;
+        self.inner.link(from, to)
     }
 
     fn list(&self, dir: &Path) -> Result<Vec<String>, IoError> {

@@ -149,7 +149,12 @@ impl Io for Memory {
 
     fn rename(&self, from: &Path, to: &Path) -> Result<(), IoError> {
         let mut disk = self.disk();
-        let node = disk.names.remove(from).ok_or_else(|| not_found("rename", from))?;
+        let node = disk.names.get(from).cloned().ok_or_else(|| not_found("rename", from))?;
+        if disk.names.get(to).is_some_and(|other| Arc::ptr_eq(other, &node)) {
+            // Two names of one file: POSIX leaves both.
+            return Ok(());
+        }
+        disk.names.remove(from);
         disk.names.insert(to.to_owned(), node);
         Ok(())
     }
@@ -157,6 +162,16 @@ impl Io for Memory {
     fn unlink(&self, path: &Path) -> Result<(), IoError> {
         let removed = self.disk().names.remove(path);
         removed.map(|_| ()).ok_or_else(|| not_found("remove", path))
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Result<(), IoError> {
+        let mut disk = self.disk();
+        let node = disk.names.get(from).cloned().ok_or_else(|| not_found("link", from))?;
+        if disk.names.contains_key(to) {
+            return Err(IoError::new("link", to, io::ErrorKind::AlreadyExists.into()));
+        }
+        disk.names.insert(to.to_owned(), node);
+        Ok(())
     }
 
     fn list(&self, dir: &Path) -> Result<Vec<String>, IoError> {

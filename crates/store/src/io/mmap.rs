@@ -58,8 +58,19 @@ struct Mmap {
 struct OpenFile {
     file: File,
     path: PathBuf,
+    source: Source,
     mapped: Mutex<Vec<Range<u64>>>,
     behind: Mutex<Behind>,
+}
+
+/// Where reads of a file come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Cache,
+    /// Past the page cache.
+    Disk,
+    /// From the page cache, which forgets what it can first: the file system has no other way.
+    ForgottenCache,
 }
 
 /// How far the write-back of a file has come.
@@ -88,12 +99,14 @@ impl Io for Mmap {
             let _ = fs::remove_file(path);
             return Err(fail(error));
         }
-        Ok(self.keep(file, path))
+        Ok(self.keep(file, path, false))
     }
 
     fn open(&self, path: &Path, access: Access) -> Result<FileId, IoError> {
         let file = os::open(path, access == Access::ReadWrite);
-        Ok(self.keep(file.map_err(|e| IoError::new("open", path, e))?, path))
+        let file = file.map_err(|e| IoError::new("open", path, e))?;
+        let id = self.keep(file, path, access == Access::ReadDisk);
+        Ok(id)
     }
 
     fn close(&self, file: FileId) {
@@ -112,6 +125,10 @@ impl Io for Mmap {
 
     fn unlink(&self, path: &Path) -> Result<(), IoError> {
         fs::remove_file(path).map_err(|e| IoError::new("remove", path, e))
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Result<(), IoError> {
+        fs::hard_link(from, to).map_err(|e| IoError::new("link", to, e))
     }
 
     fn list(&self, dir: &Path) -> Result<Vec<String>, IoError> {
@@ -212,6 +229,9 @@ impl Io for Mmap {
             let source = io::ErrorKind::UnexpectedEof.into();
             return Err(IoError::new("map", &open.path, source).into());
         }
+        if open.source != Source::Cache {
+            return Ok(Target::heap(HostBytes::zeroed(len)));
+        }
         let keep = self.keep_cached || after == AfterUse::Keep;
         open.map(offset..end, keep).map(Target::in_place).map_err(StoreError::from)
     }
@@ -258,9 +278,14 @@ impl Io for Mmap {
 }
 
 impl Mmap {
-    fn keep(&self, file: File, path: &Path) -> FileId {
+    fn keep(&self, file: File, path: &Path, from_disk: bool) -> FileId {
         let id = FileId(self.next.fetch_add(1, Ordering::Relaxed));
         let open = OpenFile {
+            source: match from_disk {
+                true if os::pass_cache(&file) => Source::Disk,
+                true => Source::ForgottenCache,
+                false => Source::Cache,
+            },
             file,
             path: path.to_owned(),
             mapped: Mutex::default(),
@@ -315,7 +340,12 @@ impl OpenFile {
         let result = if part.is_in_place() {
             os::prefetch(&self.file, &range);
             os::populate(part.bytes())
+        } else if self.source == Source::Disk {
+            os::read_pages_at(&self.file, part.bytes_mut(), offset)
         } else {
+            if self.source == Source::ForgottenCache {
+                os::drop_cached(&self.file, &range);
+            }
             let read = os::read_at(&self.file, part.bytes_mut(), offset);
             if !keep_cached && part.len() >= 16 * PAGE_BYTES {
                 os::drop_cached(&self.file, &range);

@@ -40,6 +40,8 @@ pub struct FileId(pub(crate) u64);
 pub enum Access {
     Read,
     ReadWrite,
+    /// For reading what is on the disk, whatever the page cache has.
+    ReadDisk,
 }
 
 /// What becomes of the system's cached copy of a range that was bound in place, when the block is
@@ -138,6 +140,8 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     /// Replaces `to` if it exists.
     fn rename(&self, from: &Path, to: &Path) -> Result<(), IoError>;
     fn unlink(&self, path: &Path) -> Result<(), IoError>;
+    /// Gives a file a second name, `to`, which must be free.
+    fn link(&self, from: &Path, to: &Path) -> Result<(), IoError>;
     /// Names in a directory, sorted.
     fn list(&self, dir: &Path) -> Result<Vec<String>, IoError>;
     /// Creates a directory and its parents; an existing one is fine. Files in it are overwritten

@@ -201,6 +201,49 @@ fn write_zeroes(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Lets reads of `file` pass the page cache; false where the file system cannot.
+pub(crate) fn pass_cache(file: &File) -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: plain calls on a descriptor that `file` keeps open.
+        let flags = unsafe { libc::fcntl(fd(file), libc::F_GETFL) };
+        // SAFETY: as above.
+        flags >= 0 && unsafe { libc::fcntl(fd(file), libc::F_SETFL, flags | libc::O_DIRECT) } == 0
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        false
+    }
+}
+
+/// [`read_at`] for a file of which [`pass_cache`] was true: through a block of whole pages, which is
+/// what such reads need.
+pub(crate) fn read_pages_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    let page = PAGE_BYTES as u64;
+    let first = offset / page * page;
+    let skipped = (offset - first) as usize;
+    let mut block = HostBytes::zeroed((skipped + bytes.len()).next_multiple_of(PAGE_BYTES));
+    let mut done = 0;
+    while done < skipped + bytes.len() {
+        // A file may end inside its last page, but no read ends inside another one.
+        let got = read_some_at(file, &mut block.bytes_mut()[done..], first + done as u64)?;
+        if got == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        done += got;
+    }
+    bytes.copy_from_slice(&block.bytes()[skipped..skipped + bytes.len()]);
+    Ok(())
+}
+
+fn read_some_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+    #[cfg(unix)]
+    return std::os::unix::fs::FileExt::read_at(file, bytes, offset);
+    #[cfg(windows)]
+    return std::os::windows::fs::FileExt::seek_read(file, bytes, offset);
+}
+
 /// Fills `bytes` from `offset`.
 pub(crate) fn read_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
     #[cfg(unix)]

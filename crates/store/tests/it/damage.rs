@@ -175,7 +175,16 @@ fn verify_names_file_tensor_and_offset() {
 #[test]
 fn headers_lengths_and_missing_files_are_checked_at_open() {
     let (image, _, _) = trained();
-    let path = Path::new(DIR).join("layers/head/a/weight.safetensors");
+    let io: Arc<dyn Io> = Arc::new(Memory::from_image(image.clone()));
+    let live = read(&io, Path::new(DIR)).unwrap().state().layers.last().unwrap().slot;
+    for (slot, expect) in [(live, Expect::Damaged), (live.other(), Expect::Step(3))] {
+        let path = format!("layers/head/{}/weight.safetensors", slot.name());
+        check_slot_file(&image, &Path::new(DIR).join(path), &expect);
+    }
+}
+
+/// Of an inactive slot nothing is needed: it is made anew when it is written.
+fn check_slot_file(image: &Image, path: &Path, expect: &Expect) {
     for (what, change) in [
         ("length", Box::new(|file: &mut Vec<u8>| file.push(0)) as Box<dyn Fn(&mut Vec<u8>)>),
         ("short", Box::new(|file: &mut Vec<u8>| file.truncate(5))),
@@ -183,12 +192,24 @@ fn headers_lengths_and_missing_files_are_checked_at_open() {
         ("header", Box::new(|file: &mut Vec<u8>| file[60] ^= 1)),
     ] {
         let mut broken = image.clone();
-        change(broken.files.get_mut(&path).unwrap());
-        check(&broken, &Expect::Damaged, what);
+        change(broken.files.get_mut(path).unwrap());
+        check(&broken, expect, what);
     }
     let mut broken = image.clone();
-    broken.files.remove(&path);
-    check(&broken, &Expect::Damaged, "missing");
+    broken.files.remove(path);
+    check(&broken, expect, "missing");
+    if let Expect::Step(step) = expect {
+        broken.dirs.remove(path.parent().unwrap());
+        broken.files.retain(|file, _| file.parent() != path.parent());
+        let io: Arc<dyn Io> = Arc::new(Memory::from_image(broken));
+        let (store, recovery) = open(&io, Path::new(DIR)).unwrap();
+        let told = |w: &String| w.contains("is missing") && w.contains("made anew");
+        assert!(recovery.warnings.iter().any(told), "{recovery:?}");
+        assert!(store.room().unwrap().needed > 16 << 20);
+        train_step(&store).unwrap();
+        assert_contents(&store, step + 1);
+        assert_eq!(store.room().unwrap().needed, 16 << 20);
+    }
 }
 
 #[test]

@@ -6,5 +6,6 @@ mod crash;
 mod damage;
 mod disk;
 mod faults;
+mod history;
 mod lifecycle;
 mod support;

@@ -105,7 +105,7 @@ pub(crate) fn train_step(store: &TrainingStore) -> Result<(), StoreError> {
     let mut written = Vec::new();
     for (index, layer) in state.layers.iter_mut().enumerate() {
         let id = LayerId(index as u32);
-        if trained(id, step.0) != step.0 {
+        if layer.locked || trained(id, step.0) != step.0 {
             continue;
         }
         layer.slot = layer.slot.other();
@@ -194,6 +194,10 @@ impl Io for HeldSyncs {
 
     fn unlink(&self, path: &Path) -> Result<(), IoError> {
         self.inner.unlink(path)
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> Result<(), IoError> {
+        self.inner.link(from, to)
     }
 
     fn list(&self, dir: &Path) -> Result<Vec<String>, IoError> {

@@ -120,3 +120,30 @@ fn memory_file_systems_are_recognised() {
         assert_eq!(file_system(Path::new("/dev/shm")).unwrap(), FileSystem::Tmpfs);
     }
 }
+
+#[cfg(target_os = "linux")]
+#[test]
+fn reads_past_the_cache_give_the_files_bytes_and_leave_none_in_it() {
+    // Not in a directory of memory.
+    let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    let path = dir.path().join("f");
+    let bytes = pattern(5 * PAGE_BYTES + 123);
+    fs::write(&path, &bytes).unwrap();
+    let file = File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    drop_cached(&file, &(0..bytes.len() as u64));
+    let direct = File::open(&path).unwrap();
+    if !pass_cache(&direct) {
+        return eprintln!("skipped: this file system cannot");
+    }
+    for (offset, len) in [(0, bytes.len()), (0, 8), (8, 4000), (PAGE_BYTES, 5), (20_000, 603)] {
+        let mut read = vec![0; len];
+        read_pages_at(&direct, &mut read, offset as u64).unwrap();
+        assert_eq!(read, bytes[offset..offset + len], "{offset} {len}");
+    }
+    let mut beyond = vec![0; 200];
+    let error = read_pages_at(&direct, &mut beyond, bytes.len() as u64 - 100).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    let map = map(&file, 0, bytes.len(), || ()).unwrap();
+    assert_eq!(cached_pages(map.bytes()), 0);
+}

@@ -1,0 +1,269 @@
+//! Snapshots: second names for the live slots' files, and the record that they belong to.
+//!
+//! Invariants:
+//! - a snapshot is there once its `record` has its name, which comes last; without it a directory is
+//!   an unfinished one, which the next opening for training removes;
+//! - nothing is copied: a file that a snapshot has a name for is replaced, not written, when its slot
+//!   is the next to be written;
+//! - the directory is a Hugging Face checkpoint of its own.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use model::{LayerSpec, LayerTable, Plane};
+use serde_json::{Map, json};
+
+use crate::StoreError;
+use crate::files;
+use crate::io::{Access, Io, IoError};
+use crate::layout::{
+    CONFIG_FILE, INDEX_FILE, RESERVED, RUN_FILE, SNAPSHOTS_DIR, STORE_FILE, plane_bytes, plane_file,
+};
+use crate::record::{self, RecordKind, State};
+use crate::slots::{SlotFiles, slot_files};
+use crate::training::TrainingStore;
+
+/// What makes a directory a snapshot.
+const RECORD_FILE: &str = "record";
+/// What a snapshot may not be called, because `rollback` means something else by it.
+const PREVIOUS: &str = "previous";
+
+/// A snapshot as a store lists it.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    pub name: String,
+    pub(crate) dir: PathBuf,
+    /// What was true when it was taken.
+    pub state: State,
+}
+
+impl Snapshot {
+    /// Path of a file of a layer by its name in a slot.
+    pub(crate) fn path(&self, layer: &LayerSpec, name: &str) -> PathBuf {
+        self.dir.join(file_name(layer, name))
+    }
+
+    pub(crate) fn open(
+        &self,
+        io: &Arc<dyn Io>,
+        layer: &LayerSpec,
+        access: Access,
+    ) -> Result<SlotFiles, StoreError> {
+        SlotFiles::open_at(io, layer, access, |name| self.path(layer, name))
+    }
+}
+
+fn file_name(layer: &LayerSpec, name: &str) -> String {
+    format!("{}.{name}", layer.name)
+}
+
+impl TrainingStore {
+    /// Gives the last commit a name under which it stays, whatever is trained afterwards. Blocks; no
+    /// commit may be in flight.
+    ///
+    /// # Errors
+    /// `Invalid` for an unusable name or one that is taken; `Io` where files cannot have two names.
+    pub fn snapshot(&self, name: &str) -> Result<(), StoreError> {
+        self.inner.check_poison()?;
+        check_name(name)?;
+        let (io, dir) = (&*self.inner.io, snapshot_dir(self.dir(), name));
+        if io.exists(&dir.join(RECORD_FILE))? {
+            let what = format!("there is a snapshot `{name}` already; choose another name");
+            return Err(StoreError::Invalid(what));
+        }
+        let state = self.state();
+        remove(io, &dir)?;
+        let made = self.link_all(&dir, &state).and_then(|()| self.seal(&dir, &state));
+        if made.is_err() {
+            // The first error is the one to report; the next opening removes what is left.
+            let _ = remove(io, &dir);
+        }
+        made
+    }
+
+    /// Removes a snapshot; its space is free once no slot shares its files.
+    pub fn remove_snapshot(&self, name: &str) -> Result<(), StoreError> {
+        let dir = snapshot_dir(self.dir(), name);
+        check_name(name)?;
+        if !self.inner.io.exists(&dir)? {
+            return Err(StoreError::Invalid(format!("there is no snapshot `{name}`")));
+        }
+        remove(&*self.inner.io, &dir)
+    }
+
+    /// The store's snapshots, oldest step first, and why others cannot be used.
+    pub fn snapshots(&self) -> Result<(Vec<Snapshot>, Vec<String>), StoreError> {
+        list(&*self.inner.io, self.dir(), self.table())
+    }
+
+    /// Text of the `run.json` of a snapshot's time, if there was one.
+    pub fn run_of_snapshot(&self, name: &str) -> Result<Option<String>, StoreError> {
+        check_name(name)?;
+        let path = snapshot_dir(self.dir(), name).join(RUN_FILE);
+        let io = &*self.inner.io;
+        if io.exists(&path)? { files::read_text(io, &path).map(Some) } else { Ok(None) }
+    }
+
+    fn link_all(&self, dir: &Path, state: &State) -> Result<(), StoreError> {
+        let io = &*self.inner.io;
+        io.create_dir(dir)?;
+        for (spec, layer) in self.table().layers().iter().zip(&state.layers) {
+            let Some(files) = self.inner.files_if_any(spec.id, layer.slot) else { continue };
+            let paths = files.planes.iter().map(|plane| &plane.path).chain([&files.hashes_path]);
+            for (path, name) in paths.zip(slot_files()) {
+                io.link(path, &dir.join(file_name(spec, &name)))?;
+            }
+        }
+        for name in own_files(io, self.dir())? {
+            io.link(&self.dir().join(&name), &dir.join(&name))?;
+        }
+        Ok(files::replace(io, &dir.join(INDEX_FILE), index(self.table()).as_bytes())?)
+    }
+
+    /// Everything else is durable before the record has its name, and that before anybody is told.
+    fn seal(&self, dir: &Path, state: &State) -> Result<(), StoreError> {
+        let sealed = seal(&*self.inner.io, dir, self.dir(), state);
+        Ok(sealed.inspect_err(|error| self.inner.poison_if_lost(error))?)
+    }
+}
+
+fn seal(io: &dyn Io, dir: &Path, store: &Path, state: &State) -> Result<(), IoError> {
+    io.sync_dir(dir)?;
+    io.sync_dir(&store.join(SNAPSHOTS_DIR))?;
+    io.sync_dir(store)?;
+    let record = record::encode(0, 0, RecordKind::Snapshot, state);
+    files::replace(io, &dir.join(RECORD_FILE), &record)
+}
+
+/// The model's own files and the run's record.
+fn own_files(io: &dyn Io, store: &Path) -> Result<Vec<String>, StoreError> {
+    let mut own = Vec::new();
+    for name in io.list(store)? {
+        let is_own = [CONFIG_FILE, RUN_FILE].contains(&name.as_str())
+            || !(RESERVED.contains(&name.as_str()) || name.ends_with(files::TEMPORARY));
+        if is_own && name != STORE_FILE && is_file(io, &store.join(&name))? {
+            own.push(name);
+        }
+    }
+    Ok(own)
+}
+
+fn is_file(io: &dyn Io, path: &Path) -> Result<bool, StoreError> {
+    match io.open(path, Access::Read) {
+        Ok(file) => {
+            io.close(file);
+            Ok(true)
+        }
+        Err(error) => match error.source.kind() {
+            ErrorKind::IsADirectory | ErrorKind::NotSeekable => Ok(false),
+            _ => Err(error.into()),
+        },
+    }
+}
+
+/// The index that lets other software load a snapshot's directory.
+fn index(table: &LayerTable) -> String {
+    let mut map = Map::new();
+    for layer in table.layers() {
+        let file = file_name(layer, &plane_file(Plane::Weight));
+        map.extend(layer.tensors.iter().map(|tensor| (tensor.name.clone(), json!(file))));
+    }
+    let total_size: u64 = table.layers().iter().map(plane_bytes).sum();
+    format!("{:#}\n", json!({"metadata": {"total_size": total_size}, "weight_map": map}))
+}
+
+fn check_name(name: &str) -> Result<(), StoreError> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    let usable = !name.is_empty() && name.len() <= 100 && name.chars().all(plain);
+    if !usable || name.starts_with('.') || name == PREVIOUS {
+        let what = format!(
+            "`{name}` cannot name a snapshot: letters, digits, `-`, `_` and `.` can, but not \
+             `{PREVIOUS}` nor a dot in front"
+        );
+        return Err(StoreError::Invalid(what));
+    }
+    Ok(())
+}
+
+fn snapshot_dir(store: &Path, name: &str) -> PathBuf {
+    store.join(SNAPSHOTS_DIR).join(name)
+}
+
+/// All snapshots of the store in `dir`, and sentences about those that cannot be used.
+pub(crate) fn list(
+    io: &dyn Io,
+    dir: &Path,
+    table: &LayerTable,
+) -> Result<(Vec<Snapshot>, Vec<String>), StoreError> {
+    let all = dir.join(SNAPSHOTS_DIR);
+    let names = if io.exists(&all)? { io.list(&all)? } else { Vec::new() };
+    let (mut snapshots, mut unusable) = (Vec::new(), Vec::new());
+    for name in names {
+        match read(io, dir, &name, table) {
+            Ok(Some(snapshot)) => snapshots.push(snapshot),
+            Ok(None) => {}
+            Err(error) => unusable.push(format!("snapshot `{name}` cannot be used: {error}")),
+        }
+    }
+    snapshots.sort_by(|a, b| (a.state.step, &a.name).cmp(&(b.state.step, &b.name)));
+    Ok((snapshots, unusable))
+}
+
+/// The snapshot of this name; `None` without a record.
+pub(crate) fn read(
+    io: &dyn Io,
+    store: &Path,
+    name: &str,
+    table: &LayerTable,
+) -> Result<Option<Snapshot>, StoreError> {
+    check_name(name)?;
+    let dir = snapshot_dir(store, name);
+    let path = dir.join(RECORD_FILE);
+    if !io.exists(&path)? {
+        return Ok(None);
+    }
+    let bytes = files::read(io, &path)?;
+    let damaged = |what: &str| StoreError::damaged(&path, what);
+    let raw = record::decode(0, &bytes).ok_or_else(|| damaged("it is no valid record"))?;
+    if raw.kind != RecordKind::Snapshot as u16 || raw.bytes != bytes.len() {
+        return Err(damaged("it is not the record of a snapshot"));
+    }
+    let state = record::decode_state(raw.body).map_err(|what| damaged(&what))?;
+    if state.layers.len() != table.len() {
+        return Err(damaged("it belongs to another model"));
+    }
+    Ok(Some(Snapshot { name: name.to_owned(), dir, state }))
+}
+
+/// Removes snapshots that were never finished.
+pub(crate) fn remove_unfinished(io: &dyn Io, store: &Path) -> Result<(), StoreError> {
+    let all = store.join(SNAPSHOTS_DIR);
+    let names = if io.exists(&all)? { io.list(&all)? } else { Vec::new() };
+    for name in names {
+        let dir = all.join(name);
+        if !io.exists(&dir.join(RECORD_FILE))? {
+            remove(io, &dir)?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes the directory of a snapshot, its record first; what is no snapshot's stays.
+fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
+    if !io.exists(dir)? {
+        return Ok(());
+    }
+    files::remove_if_there(io, &dir.join(RECORD_FILE))?;
+    let names = match io.list(dir) {
+        Err(error) if error.source.kind() == ErrorKind::NotADirectory => return Ok(()),
+        names => names?,
+    };
+    for name in names {
+        match io.unlink(&dir.join(name)) {
+            Err(error) if error.source.kind() == ErrorKind::IsADirectory => return Ok(()),
+            removed => removed?,
+        }
+    }
+    Ok(io.remove_dir(dir)?)
+}
