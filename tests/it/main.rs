@@ -7,6 +7,7 @@ mod bad_models;
 mod bits;
 mod commands;
 mod fault_points;
+mod history;
 mod interrupted;
 mod lab;
 mod metrics;

@@ -60,7 +60,7 @@ pub(crate) enum Command {
     Snapshot(SnapshotArgs),
     /// Go back to a snapshot, or to the commit before the last
     #[command(after_help = "Examples:\n  ftactor rollback --store ./store before-night\n  \
-        ftactor rollback --store ./store previous\n  \
+        ftactor rollback --store ./store previous          (once more undoes it)\n  \
         ftactor rollback --store ./store before-night --layers 3,8-11")]
     Rollback(RollbackArgs),
     /// Let the store's model continue a text

@@ -191,7 +191,7 @@ impl ReadingStore {
             })?;
             found.push((version, damage));
         }
-        Ok(self.with_remedies(found))
+        Ok(with_remedies(&found))
     }
 
     /// Every version of every layer that is to be kept, each once.
@@ -211,22 +211,6 @@ impl ReadingStore {
             }
         }
         versions
-    }
-
-    /// All damage; where a live version is hurt, which snapshots have the layer intact.
-    fn with_remedies(&self, found: Vec<(&Version<'_>, Vec<Damage>)>) -> Vec<Damage> {
-        let intact = |layer: LayerId| -> Vec<String> {
-            let sound = found.iter().filter(|(v, damage)| v.layer.id == layer && damage.is_empty());
-            sound.filter_map(|(v, _)| v.snapshot.map(|snapshot| snapshot.name.clone())).collect()
-        };
-        let mut all = Vec::new();
-        for (_, damage) in &found {
-            for one in damage {
-                let healed_by = one.layer.map(intact).unwrap_or_default();
-                all.push(Damage { healed_by, ..one.clone() });
-            }
-        }
-        all
     }
 
     /// Re-hashes the weights of every live slot from the disk: for whoever is about to use them
@@ -289,6 +273,22 @@ impl ReadingStore {
         }
         Ok(damage)
     }
+}
+
+/// All damage; where a live version is hurt, which snapshots have the layer intact.
+fn with_remedies(found: &[(&Version<'_>, Vec<Damage>)]) -> Vec<Damage> {
+    let intact = |layer: LayerId| -> Vec<String> {
+        let sound = found.iter().filter(|(v, damage)| v.layer.id == layer && damage.is_empty());
+        sound.filter_map(|(v, _)| v.snapshot.map(|snapshot| snapshot.name.clone())).collect()
+    };
+    let mut all = Vec::new();
+    for (_, damage) in found {
+        for one in damage {
+            let healed_by = one.layer.map(intact).unwrap_or_default();
+            all.push(Damage { healed_by, ..one.clone() });
+        }
+    }
+    all
 }
 
 /// One version of a layer: the live one, or a snapshot's.

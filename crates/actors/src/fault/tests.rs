@@ -1,3 +1,5 @@
+//! What is a fault and what is not, and when one strikes.
+
 use super::*;
 
 fn parse(text: &str) -> Fault {

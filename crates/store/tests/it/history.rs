@@ -154,7 +154,7 @@ fn chosen_layers_go_back_alone() {
     let now = store.state();
     store.rollback(RollBack::Snapshot("one"), Some(&ids(&[0, 2])), |_, _| {}).unwrap();
     let after = store.state();
-    let expected = [&then, &now, &then, &now].map(|state| contents(state));
+    let expected = [&then, &now, &then, &now].map(contents);
     for (layer, expected) in expected.iter().enumerate() {
         assert_eq!(contents(&after)[layer], expected[layer], "layer {layer}");
     }

@@ -1,0 +1,124 @@
+//! Locking, snapshots and going back as commands, and training on afterwards.
+
+use std::fs;
+use std::path::Path;
+
+use crate::lab::{FAMILIES, Lab, Ran, ftactor, inspect, state, train};
+
+const RUN: [&str; 9] =
+    ["--steps", "6", "--seq-len", "32", "--batch-rows", "4", "--lr", "3e-3", "--data"];
+
+/// A store that has trained its six steps.
+fn trained(lab: &Lab) -> (String, String) {
+    let (store, text) = (lab.store("store", FAMILIES[1], 3), lab.text("text.txt", 60));
+    train(&store, &[&RUN[..], &[&text]].concat()).expect(0);
+    (store, text)
+}
+
+fn on(command: &str, store: &str, more: &[&str]) -> Ran {
+    ftactor(&[&[command, "--store", store], more].concat())
+}
+
+fn locked(store: &str) -> Vec<bool> {
+    let shown = inspect(store);
+    shown["layers"].as_array().unwrap().iter().map(|l| l["locked"].as_bool().unwrap()).collect()
+}
+
+#[test]
+fn a_run_goes_on_from_a_snapshot_with_the_bits_it_had() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[1], 3), lab.text("text.txt", 60));
+    train(&store, &[&RUN[..], &[&text]].concat()).expect(0);
+    let six = state(&store);
+    on("snapshot", &store, &["six"]).expect(0);
+    train(&store, &["--steps", "9"]).expect(0);
+    let nine = state(&store);
+    let back = on("rollback", &store, &["six", "--json"]).expect(0).json();
+    assert_eq!(back["step"], 6);
+    assert_eq!(state(&store), six);
+    on("verify", &store, &[]).expect(0);
+    // The longer run is kept, and the same three steps are trained again.
+    train(&store, &[]).expect(0);
+    assert_eq!(state(&store), nine);
+    assert_eq!(inspect(&store)["snapshots"][0]["name"], "six");
+    // A snapshot loads like a store's own checkpoint.
+    let dir = Path::new(&store).join("snapshots/six");
+    assert!(dir.join("config.json").exists() && dir.join("model.safetensors.index.json").exists());
+    on("rollback", &store, &["previous"]).expect(0);
+    assert_eq!(state(&store).0, 8);
+    // Once more undoes it.
+    on("rollback", &store, &["previous"]).expect(0);
+    assert_eq!(state(&store), nine);
+    on("rollback", &store, &["previous"]).expect(0);
+    train(&store, &[]).expect(0);
+    assert_eq!(state(&store), nine);
+    on("snapshot", &store, &["nine"]).expect(0);
+    let gone = on("rollback", &store, &["previous"]).expect(2);
+    gone.says(&["is gone", "last opened for training", "snapshots stay"]);
+    on("snapshot", &store, &["six", "--remove"]).expect(0);
+    assert!(!dir.exists());
+}
+
+#[test]
+fn going_back_to_an_earlier_run_brings_its_options_and_a_kill_in_between_is_finished() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let first = state(&store);
+    on("snapshot", &store, &["first"]).expect(0);
+    let again = [&RUN[..], &[&text, "--new-run", "--weight-decay", "0.1"]].concat();
+    train(&store, &again).expect(0);
+    let run = |store: &str| inspect(store)["run"].clone();
+    assert_eq!((&run(&store)["run"], &run(&store)["weight-decay"]), (&2.into(), &0.1.into()));
+    let second = lab.path("second");
+    assert!(
+        std::process::Command::new("cp").args(["-r", &store, &second]).status().unwrap().success()
+    );
+    on("rollback", &store, &["first"]).expect(0);
+    assert_eq!(state(&store), first);
+    assert_eq!((&run(&store)["run"], &run(&store)["weight-decay"]), (&1.into(), &0.0.into()));
+    // Killed after the note was written: whoever opens next goes back first.
+    let mut note = run(&store);
+    note["rollback-first"] = "first".into();
+    fs::write(Path::new(&second).join("run.json"), note.to_string()).unwrap();
+    train(&second, &[]).expect(0);
+    assert_eq!(state(&second), first);
+    assert!(run(&second).get("rollback-first").is_none());
+}
+
+#[test]
+fn single_layers_go_back_and_only_they() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    let six = state(&store);
+    on("snapshot", &store, &["six"]).expect(0);
+    train(&store, &["--steps", "8"]).expect(0);
+    let eight = state(&store);
+    on("rollback", &store, &["six", "--layers", "embed,1"]).expect(0);
+    let mixed = state(&store);
+    assert_eq!(mixed.0, 8);
+    for (layer, now) in mixed.1.iter().enumerate() {
+        let expected = if [0, 2].contains(&layer) { &six } else { &eight };
+        assert_eq!(*now, expected.1[layer], "layer {layer}");
+    }
+    train(&store, &["--steps", "9"]).expect(0);
+    on("verify", &store, &[]).expect(0);
+}
+
+#[test]
+fn what_cannot_be_is_refused_and_changes_nothing() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    let before = state(&store);
+    let refused = |command: &str, more: &[&str], words: &[&str]| {
+        on(command, &store, more).expect(2).says(words);
+        assert_eq!(state(&store), before, "{command} {more:?}");
+        assert!(locked(&store).iter().all(|locked| !locked));
+    };
+    refused("lock", &["embed-head"], &["no layer to train"]);
+    refused("lock", &["7"], &["no layer `7`", "0 to 2"]);
+    refused("unlock", &["x"], &["no layer `x`"]);
+    refused("rollback", &["none"], &["no snapshot `none`"]);
+    refused("rollback", &["../.."], &["cannot name a snapshot"]);
+    refused("snapshot", &["previous"], &["cannot name a snapshot"]);
+    refused("snapshot", &["a", "--remove"], &["no snapshot `a`"]);
+}
