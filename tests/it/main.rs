@@ -7,6 +7,7 @@ mod bad_models;
 mod bits;
 mod commands;
 mod fault_points;
+mod full_disk;
 mod history;
 mod interrupted;
 mod lab;

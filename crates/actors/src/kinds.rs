@@ -20,6 +20,7 @@ pub(crate) const MESSAGES: [Messages; 5] = [
         others: &[
             "start",
             "batch_loaded",
+            "load_again",
             "node",
             "committed",
             "commit_again",
@@ -81,6 +82,7 @@ impl RunMessage {
             RunMessage::BatchLoaded { .. } => "batch_loaded",
             RunMessage::Node { .. } => "node",
             RunMessage::Committed { .. } => "committed",
+            RunMessage::LoadAgain { .. } => "load_again",
             RunMessage::CommitAgain => "commit_again",
             RunMessage::StopRequested => "stop_requested",
             RunMessage::Restarted { .. } => "restarted",

@@ -7,7 +7,7 @@ use compute::{Command, Gradient, Outcome};
 use model::{Attempt, HostBytes, LayerId, Micro, Slot, Step};
 use optim::AdamW;
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
-use store::{AfterUse, IoCounters, RecordKind, State, StateChunk};
+use store::{AfterUse, IoCounters, RecordKind, Room, State, StateChunk};
 
 use crate::{Batch, Clip, Failure, LayerSeconds, Reply, StallSeconds};
 
@@ -229,12 +229,28 @@ pub(crate) enum DrainStage {
 #[derive(Debug)]
 pub(crate) enum RunMessage {
     Start,
-    BatchLoaded { step: Step, result: Result<LoadedBatch, Failure> },
-    Node { report: FromNode, detail: Detail },
-    Committed { step: Step, result: Result<IoCounters, Failure> },
+    BatchLoaded {
+        step: Step,
+        result: Result<LoadedBatch, Failure>,
+    },
+    Node {
+        report: FromNode,
+        detail: Detail,
+    },
+    Committed {
+        step: Step,
+        result: Result<IoCounters, Failure>,
+    },
+    /// A step that waited for room on the disk looks again.
+    LoadAgain {
+        step: Step,
+    },
     CommitAgain,
     StopRequested,
-    Restarted { actor: &'static str, reason: String },
+    Restarted {
+        actor: &'static str,
+        reason: String,
+    },
 }
 
 /// What comes with a node's report.
@@ -260,4 +276,5 @@ pub(crate) struct LoadedBatch {
     pub(crate) batch: Arc<Batch>,
     /// Where the next step goes on: epoch and index.
     pub(crate) next: data::Cursor,
+    pub(crate) room: Room,
 }

@@ -85,6 +85,14 @@ pub enum Event {
         attempt: u64,
         reason: String,
     },
+    /// A step waits to begin until a reason is gone.
+    Paused {
+        step: u64,
+        reason: String,
+    },
+    Resumed {
+        step: u64,
+    },
     /// An actor died and was started anew.
     Restarted {
         actor: &'static str,

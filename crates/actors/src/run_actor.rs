@@ -9,7 +9,7 @@ use kameo::prelude::*;
 use model::{Attempt, Budget, RunShape, Step};
 use optim::{AdamW, LrSchedule};
 use schedule::{End, FromNode, Run, RunCommand, RunConfig, RunEvent, ToNode};
-use store::{IoCounters, RecordKind, State};
+use store::{IoCounters, RecordKind, Room, State, TrainingStore};
 
 use crate::directory::Directory;
 use crate::fault::FaultPlan;
@@ -23,6 +23,9 @@ use crate::{Batch, StallSeconds};
 
 /// How long a commit that never reached the store waits before it is asked for again.
 const COMMIT_AGAIN: Duration = Duration::from_millis(20);
+
+/// How long a step waits before it looks again whether the disk has room.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// How gradients are clipped.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,6 +41,8 @@ pub enum Clip {
 #[derive(Clone)]
 pub(crate) struct RunArgs {
     pub(crate) directory: Directory,
+    /// Only asked whether the disk has room for a step.
+    pub(crate) store: Arc<TrainingStore>,
     pub(crate) rows: Arc<Rows>,
     pub(crate) sampler: Sampler,
     pub(crate) shape: RunShape,
@@ -62,6 +67,8 @@ pub(crate) struct RunActor {
     /// The step whose rows are wanted next, and those that are there.
     wanted: Option<Step>,
     loaded: Option<(Step, Arc<Batch>)>,
+    /// A step waits for room on the disk.
+    paused: bool,
     attempts: BTreeMap<Attempt, Facts>,
     /// The record that is being written.
     committing: Option<Box<State>>,
@@ -107,6 +114,7 @@ impl Actor for RunActor {
             cursors: BTreeMap::from([(committed.next(), cursor)]),
             wanted: None,
             loaded: None,
+            paused: false,
             attempts: BTreeMap::new(),
             committing: None,
             commit_started: Instant::now(),
@@ -145,7 +153,13 @@ impl RunActor {
             // Rows of a dropped attempt may come late.
             RunMessage::BatchLoaded { step, result } => {
                 self.wanted.take_if(|wanted| *wanted == step)?;
-                Some(self.batch_loaded(step, result))
+                self.batch_loaded(step, result)
+            }
+            RunMessage::LoadAgain { step } => {
+                if self.wanted.is_none() {
+                    self.load(step);
+                }
+                None
             }
             RunMessage::Node { report, detail } => self.node_reported(report, detail),
             RunMessage::Committed { step, result } => self.committed(step, result),
@@ -162,15 +176,40 @@ impl RunActor {
         }
     }
 
-    fn batch_loaded(&mut self, step: Step, result: Result<LoadedBatch, Failure>) -> RunEvent {
+    /// A step begins with its rows in memory, and with room on the disk for what it may write.
+    fn batch_loaded(
+        &mut self,
+        step: Step,
+        result: Result<LoadedBatch, Failure>,
+    ) -> Option<RunEvent> {
         match result {
-            Ok(LoadedBatch { batch, next }) => {
+            Ok(LoadedBatch { room, .. }) if !room.is_enough() => {
+                self.pause(step, room);
+                None
+            }
+            Ok(LoadedBatch { batch, next, .. }) => {
+                if std::mem::take(&mut self.paused) {
+                    self.args.observer.event(&Event::Resumed { step: step.0 });
+                }
                 self.cursors.insert(step.next(), next);
                 self.loaded = Some((step, batch));
-                RunEvent::BatchLoaded { step }
+                Some(RunEvent::BatchLoaded { step })
             }
-            Err(failure) => self.give_up(failure),
+            Err(failure) => Some(self.give_up(failure)),
         }
+    }
+
+    /// Looks again after a while; a stop is heard meanwhile.
+    fn pause(&mut self, step: Step, room: Room) {
+        if !std::mem::replace(&mut self.paused, true) {
+            let reason = format!("the disk is nearly full: {room}");
+            self.args.observer.event(&Event::Paused { step: step.0, reason });
+        }
+        let directory = self.args.directory.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(LOOK_AGAIN).await;
+            directory.run().post(RunMessage::LoadAgain { step });
+        });
     }
 
     fn give_up(&mut self, failure: Failure) -> RunEvent {
@@ -294,13 +333,14 @@ impl RunActor {
         self.wanted = Some(step);
         let (directory, rows) = (self.args.directory.clone(), Arc::clone(&self.args.rows));
         let (sampler, shape) = (self.args.sampler, self.args.shape);
+        let store = Arc::clone(&self.args.store);
         // Answers Lost if reading panics.
         let reply = Reply::new(move |result| {
             directory.run().post(RunMessage::BatchLoaded { step, result });
         });
         let reply = self.args.watch.over(("run", "batch"), reply);
         tokio::task::spawn_blocking(move || {
-            reply.send(read_batch(&rows, &sampler, cursor, shape));
+            reply.send(read_batch(&store, &rows, &sampler, cursor, shape));
         });
     }
 
@@ -401,6 +441,7 @@ fn layer_step(report: &LayerReport) -> LayerStep {
 }
 
 fn read_batch(
+    store: &TrainingStore,
     rows: &Rows,
     sampler: &Sampler,
     cursor: Cursor,
@@ -409,5 +450,6 @@ fn read_batch(
     let (ids, next) = sampler.batch(cursor);
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
     rows.read(&ids, &mut tokens, &mut targets)?;
-    Ok(LoadedBatch { batch: Arc::new(Batch::new(&tokens, &targets, shape)), next })
+    let batch = Arc::new(Batch::new(&tokens, &targets, shape));
+    Ok(LoadedBatch { batch, next, room: store.room()? })
 }

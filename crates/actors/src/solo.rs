@@ -239,14 +239,15 @@ fn node_args(
 fn run_args(directory: &Directory, config: SoloConfig, watch: &Watch) -> RunArgs {
     RunArgs {
         directory: directory.clone(),
+        counters: config.store.counters(),
+        state: config.store.state(),
+        store: config.store,
         rows: config.rows,
         sampler: config.sampler,
         shape: config.shape,
         adamw: config.adamw,
         schedule: config.schedule,
         clip: config.clip,
-        state: config.store.state(),
-        counters: config.store.counters(),
         last_step: Step(config.last_step),
         budget: config.budget,
         observer: config.observer,

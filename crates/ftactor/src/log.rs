@@ -74,6 +74,10 @@ pub(crate) fn event_line(event: &Event) -> Value {
         Event::Aborted { step, attempt, reason } => {
             json!({"event": "abort", "step": step, "attempt": attempt, "reason": reason})
         }
+        Event::Paused { step, reason } => {
+            json!({"event": "pause", "step": step, "reason": reason})
+        }
+        Event::Resumed { step } => json!({"event": "resume", "step": step}),
         Event::Restarted { actor, reason } => {
             json!({"event": "restart", "actor": actor, "reason": reason})
         }

@@ -191,6 +191,10 @@ impl Observer for RunObserver {
                 self.metrics.actor_restarted(actor);
                 self.say(&format!("actor {actor} was restarted: {reason}"));
             }
+            Event::Paused { step, reason } => {
+                self.warn(&format!("step {step} waits: {reason}; it begins when there is room"));
+            }
+            Event::Resumed { step } => self.say(&format!("step {step} begins: there is room")),
             Event::Started { .. } | Event::Ended { .. } => {}
         }
     }
