@@ -126,6 +126,8 @@ fn comments(all: &TrainOptions) -> Vec<String> {
         (all.eval_data.is_empty(), "eval-data, eval-every: off"),
         (all.sample_prompt.is_none(), "sample-prompt, sample-every: off"),
         (all.log.is_none(), "log: off"),
+        (all.lock.is_none(), "lock: as the store says"),
+        (all.snapshot_every.is_none(), "snapshot-every, keep-snapshots: off"),
     ];
     let mut lines: Vec<String> =
         missing.into_iter().filter(|(is, _)| *is).map(|(_, line)| line.to_owned()).collect();

@@ -18,6 +18,7 @@ mod progress;
 mod run_record;
 mod run_start;
 mod selftest;
+mod snapshots;
 mod solo;
 mod supervise;
 mod text;

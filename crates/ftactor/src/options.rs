@@ -102,6 +102,18 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_enum)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) io: Option<IoChoice>,
+    /// Layers to lock before the run goes on, e.g. embed,0-11: read, never trained
+    #[arg(long, value_name = "LAYERS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) lock: Option<String>,
+    /// Take a snapshot every so many steps or epochs, e.g. 500, 500steps, 1epochs
+    #[arg(long, value_name = "N[steps|epochs]")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) snapshot_every: Option<String>,
+    /// Snapshots of --snapshot-every to keep; older ones go [default: 2]
+    #[arg(long, value_name = "N", requires = "snapshot_every")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) keep_snapshots: Option<usize>,
     /// Data whose loss is measured during the run
     #[arg(long, value_name = "PATH", num_args = 1.., requires = "eval_every")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -180,6 +192,12 @@ impl TrainOptions {
         if self.eval_data.is_empty() != self.eval_every.is_none() {
             return refuse("eval-data and eval-every go together");
         }
+        if let Some(every) = &self.snapshot_every {
+            parse_every(every)?;
+        }
+        if self.keep_snapshots.is_some() && self.snapshot_every.is_none() {
+            return refuse("keep-snapshots goes together with snapshot-every");
+        }
         if self.sample_prompt.is_none() != self.sample_every.is_none() {
             return refuse("sample-prompt and sample-every go together");
         }
@@ -187,6 +205,7 @@ impl TrainOptions {
             ("epochs", self.epochs),
             ("eval-every", self.eval_every),
             ("sample-every", self.sample_every),
+            ("keep-snapshots", self.keep_snapshots.map(|n| n as u64)),
             ("threads", self.threads.map(|n| n as u64)),
         ] {
             if value == Some(0) {
@@ -231,6 +250,24 @@ impl TrainOptions {
     /// The options as TOML.
     pub(crate) fn to_toml(&self) -> anyhow::Result<String> {
         toml::to_string(self).context("options as TOML")
+    }
+}
+
+/// How often something happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Every {
+    Steps(u64),
+    Epochs(u64),
+}
+
+/// `500`, `500steps` or `2epochs`.
+pub(crate) fn parse_every(text: &str) -> anyhow::Result<Every> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let number = digits.parse().ok().filter(|number| *number > 0);
+    match (number, text[digits.len()..].trim()) {
+        (Some(number), "" | "step" | "steps") => Ok(Every::Steps(number)),
+        (Some(number), "epoch" | "epochs") => Ok(Every::Epochs(number)),
+        _ => refuse(format!("{text}: expected a number of steps or epochs, e.g. 500 or 1epochs")),
     }
 }
 
@@ -279,6 +316,21 @@ mod tests {
         }
         for wrong in ["", "G", "-1", "2GB", "1e99", "nan"] {
             assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn intervals_are_steps_or_epochs() {
+        for (text, every) in [
+            ("500", Every::Steps(500)),
+            ("3steps", Every::Steps(3)),
+            ("1epochs", Every::Epochs(1)),
+            ("2 epochs", Every::Epochs(2)),
+        ] {
+            assert_eq!(parse_every(text).unwrap(), every, "{text}");
+        }
+        for wrong in ["", "0", "steps", "1h", "-1", "1.5epochs"] {
+            assert!(parse_every(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -24,7 +24,7 @@ use crate::out::{errln, out, outln};
 use crate::progress::{RunObserver, Show};
 use crate::run_record::RunRecord;
 use crate::run_start::{Run, decide, finish_rollback, limits, order, settle};
-use crate::{demo, effective, machine, supervise, text};
+use crate::{demo, effective, layers, machine, snapshots, supervise, text};
 
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// How long a closing run waits for threads to let go of the store.
@@ -107,6 +107,14 @@ struct Session {
     patience: Patience,
 }
 
+impl Session {
+    fn sampler(&self) -> Sampler {
+        let record = &self.record;
+        let order = order(self.rows.rows(), record.seed, !record.no_shuffle);
+        Sampler::new(order, record.batch_rows as u64)
+    }
+}
+
 /// Trains until the run is complete, interrupted or failed, and closes the store.
 pub(crate) fn train(
     dir: &Path,
@@ -141,6 +149,9 @@ pub(crate) fn train(
         }
         return Ok(Ended::Already);
     };
+    if let Some(text) = &options.lock {
+        store.lock(&layers::parse(text, store.table())?)?;
+    }
     let mut session = open_session(store, config, run, options, budget)?;
     session.patience = args.stuck_after.map_or_else(Patience::default, Patience::of_seconds);
     if args.no_prefetch {
@@ -264,10 +275,11 @@ fn run_segments(
     faults: &FaultPlan,
     observer: &Arc<RunObserver>,
 ) -> anyhow::Result<Summary> {
+    let snapshot_every = snapshots::interval(options, &session.sampler())?;
     let mut total: Option<Summary> = None;
     loop {
         let step = session.store.state().step.0;
-        let until = next_pause(step, options).min(session.record.steps);
+        let until = next_pause(step, options, snapshot_every).min(session.record.steps);
         let config = solo_config(session, until, observer, faults)?;
         let summary = runtime
             .block_on(async {
@@ -282,6 +294,11 @@ fn run_segments(
         {
             // A measurement is worth less than the run.
             observer.warn(&format!("step {}: not measured: {error:#}", summary.step));
+        }
+        if summary.end == End::Completed
+            && snapshot_every.is_some_and(|every| summary.step.is_multiple_of(every))
+        {
+            snapshots::take(&session.store, options.keep_snapshots, observer);
         }
         if summary.end != End::Completed || summary.step >= session.record.steps {
             return Ok(summary);
@@ -306,8 +323,8 @@ fn go_on(dir: &Path) -> String {
     format!("every committed step is kept; go on with: ftactor solo --store {}", dir.display())
 }
 
-fn next_pause(step: u64, options: &TrainOptions) -> u64 {
-    let every = [options.eval_every, options.sample_every];
+fn next_pause(step: u64, options: &TrainOptions, snapshot_every: Option<u64>) -> u64 {
+    let every = [options.eval_every, options.sample_every, snapshot_every];
     let next = every.into_iter().flatten().filter(|n| *n > 0).map(|n| (step / n + 1) * n);
     next.min().unwrap_or(u64::MAX)
 }
@@ -330,7 +347,6 @@ fn solo_config(
     faults: &FaultPlan,
 ) -> anyhow::Result<SoloConfig> {
     let record = &session.record;
-    let order = order(session.rows.rows(), record.seed, !record.no_shuffle);
     let (config, budget) = (session.config.clone(), session.budget.clone());
     let threads = Arc::clone(&session.threads);
     let open_device = Arc::new(move || machine::cpu(&config, &budget, &threads));
@@ -339,7 +355,7 @@ fn solo_config(
         store: Arc::clone(&session.store),
         open_device,
         rows: Arc::clone(&session.rows),
-        sampler: Sampler::new(order, record.batch_rows as u64),
+        sampler: session.sampler(),
         shape: record.shape(),
         limits: session.limits.clone(),
         budget: session.budget.clone(),
