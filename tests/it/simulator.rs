@@ -49,7 +49,7 @@ pub(crate) struct Setup {
     pub(crate) seed: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 enum Happening {
     Node(NodeEvent),
     Run(RunEvent),
@@ -134,8 +134,12 @@ impl World {
             limits: limits(&setup),
             live: live.clone(),
         };
-        let run =
-            RunConfig { committed: Step(0), attempt: Attempt(0), last_step: Step(setup.steps) };
+        let run = RunConfig {
+            committed: Step(0),
+            attempt: Attempt(0),
+            last_step: Step(setup.steps),
+            locked: vec![false; table.len()].into(),
+        };
         World {
             run: Run::new(run),
             node: Node::new(&table, config),
@@ -243,7 +247,7 @@ impl World {
             NodeCommand::StreamIn { attempt, visit, layer, slot, .. } => {
                 self.check_read(attempt, layer, slot);
                 let decoder = matches!(
-                    self.node.visits()[visit.0 as usize].kind,
+                    self.node.visit(attempt, visit).unwrap().kind,
                     VisitKind::Forward | VisitKind::Backward
                 );
                 let time = if decoder { costs.read } else { 1 };

@@ -61,6 +61,8 @@ pub(crate) struct NodeActor {
 
 struct InWork {
     work: Work,
+    /// By layer.
+    locked: Arc<[bool]>,
     factor: f32,
     layers: Vec<LayerReport>,
     begun: Instant,
@@ -186,11 +188,13 @@ impl NodeActor {
 
     fn told_by_run(&mut self, message: ToNode, work: Option<Work>, factor: f32) -> NodeEvent {
         match message {
-            ToNode::Begin { attempt, .. } => {
+            ToNode::Begin { attempt, ref locked, .. } => {
                 if let Some(work) = work {
+                    let locked = Arc::clone(locked);
                     let layers = vec![LayerReport::default(); self.table.len()];
                     let begun = Instant::now();
-                    let in_work = InWork { work, factor: 1.0, layers, begun, forward_seconds: 0.0 };
+                    let (factor, forward_seconds) = (1.0, 0.0);
+                    let in_work = InWork { work, locked, factor, layers, begun, forward_seconds };
                     self.works.insert(attempt, in_work);
                 }
             }
@@ -200,8 +204,10 @@ impl NodeActor {
                 }
             }
             ToNode::Committed { attempt, .. } => {
-                self.adam_steps.iter_mut().for_each(|t| *t += 1);
-                self.works.remove(&attempt);
+                if let Some(in_work) = self.works.remove(&attempt) {
+                    let layers = self.adam_steps.iter_mut().zip(&*in_work.locked);
+                    layers.filter(|(_, locked)| !**locked).for_each(|(t, _)| *t += 1);
+                }
             }
             ToNode::Abort { attempt } => {
                 self.works.retain(|a, _| *a < attempt);
@@ -319,7 +325,7 @@ impl NodeActor {
     }
 
     fn bind(&mut self, attempt: Attempt, visit: VisitId, bytes: HostBytes) {
-        let at = &self.node.visits()[visit.0 as usize];
+        let Some(at) = self.node.visit(attempt, visit) else { return };
         let command = translate::bind(attempt, visit, at, bytes);
         // A failed bind shows in the commands that need the weights.
         let reply = Reply::new(|_| {});

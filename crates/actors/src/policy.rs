@@ -33,6 +33,7 @@ pub(crate) fn judge(failure: &Failure) -> Verdict {
         Failure::Device(_) | Failure::Memory(_) => Verdict::Retry,
         Failure::Data(_)
         | Failure::Logits
+        | Failure::AllLocked
         | Failure::Dead { .. }
         | Failure::Stuck { .. }
         | Failure::NotFinite { .. } => Verdict::StopNode,

@@ -19,6 +19,8 @@ pub enum Failure {
         "step {step} is not finite (loss {loss}, gradient norm {grad_norm}); nothing was committed"
     )]
     NotFinite { step: u64, loss: f64, grad_norm: f64 },
+    #[error("every layer is locked, so that nothing would train; unlock one first")]
+    AllLocked,
     #[error("out of memory budget: {0}")]
     Memory(#[from] model::BudgetError),
     /// The actor that had the request died, or the request could not be delivered.

@@ -40,8 +40,10 @@ pub struct LayerSeconds {
 /// One layer of a committed step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerStep {
-    /// Before clipping.
+    /// Before clipping; zero for a locked layer.
     pub grad_norm: f64,
+    /// It is not trained.
+    pub locked: bool,
     pub seconds: LayerSeconds,
 }
 

@@ -9,7 +9,7 @@ use kameo::prelude::*;
 use model::{Attempt, Budget, RunShape, Step};
 use optim::{AdamW, LrSchedule};
 use schedule::{End, FromNode, Run, RunCommand, RunConfig, RunEvent, ToNode};
-use store::{IoCounters, RecordKind, State};
+use store::{IoCounters, LayerState, RecordKind, State};
 
 use crate::directory::Directory;
 use crate::fault::FaultPlan;
@@ -99,8 +99,12 @@ impl Actor for RunActor {
 
     async fn on_start(args: RunArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
         let committed = args.state.step;
-        let config =
-            RunConfig { committed, attempt: args.state.attempt, last_step: args.last_step };
+        let config = RunConfig {
+            committed,
+            attempt: args.state.attempt,
+            last_step: args.last_step,
+            locked: args.state.layers.iter().map(|layer| layer.locked).collect(),
+        };
         let cursor = Cursor { epoch: args.state.epoch, index: args.state.index };
         Ok(RunActor {
             run: Run::new(config),
@@ -182,11 +186,11 @@ impl RunActor {
     }
 
     fn node_reported(&mut self, report: FromNode, detail: Detail) -> Option<RunEvent> {
-        match (report, detail) {
-            (FromNode::Norm { step, attempt, sum_of_squares, loss }, Detail::Seconds(seconds)) => {
-                let facts = self.attempts.get_mut(&attempt)?;
+        match (&report, detail) {
+            (FromNode::Norm { step, attempt, sums, loss }, Detail::Seconds(seconds)) => {
+                let facts = self.attempts.get_mut(attempt)?;
                 facts.loss = loss / facts.batch.targets().max(1) as f64;
-                facts.grad_norm = sum_of_squares.sqrt();
+                facts.grad_norm = sums.iter().sum::<f64>().sqrt();
                 (facts.phase.forward, facts.phase.backward) = (seconds.forward, seconds.backward);
                 facts.stall = seconds.stall;
                 if !(facts.loss.is_finite() && facts.grad_norm.is_finite()) {
@@ -199,13 +203,13 @@ impl RunActor {
                 }
             }
             (FromNode::Prepared { attempt, .. }, Detail::Layers(layers)) => {
-                let facts = self.attempts.get_mut(&attempt)?;
+                let facts = self.attempts.get_mut(attempt)?;
                 facts.layers = layers;
                 facts.phase.optimizer = facts.applied.elapsed().as_secs_f64();
             }
             // Whatever else was in flight fails as well: the first failure is the one to tell.
             (FromNode::Failed { attempt, fatal }, Detail::Failure(failure))
-                if self.attempts.contains_key(&attempt) =>
+                if self.attempts.contains_key(attempt) =>
             {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
@@ -213,7 +217,7 @@ impl RunActor {
                 if !self.gave_up {
                     self.failure = Some(Arc::new(failure));
                 }
-                self.gave_up |= fatal;
+                self.gave_up |= *fatal;
             }
             _ => {}
         }
@@ -268,7 +272,7 @@ impl RunActor {
             written_bytes: counters.written_bytes - self.counters.written_bytes,
             stall: facts.stall,
             phase: PhaseSeconds { commit: commit_seconds, ..facts.phase },
-            layers: facts.layers.iter().map(layer_step).collect(),
+            layers: state.layers.iter().zip(&facts.layers).map(layer_step).collect(),
             mailbox_depths: self.args.directory.mailbox_depths(),
             ram_used_bytes: self.args.budget.used_bytes(),
             ram_peak_bytes: self.args.budget.peak_bytes(),
@@ -307,7 +311,7 @@ impl RunActor {
     fn tell_node(&mut self, message: ToNode) {
         let (mut work, mut factor) = (None, 1.0);
         match message {
-            ToNode::Begin { step, attempt } => work = self.begin(step, attempt),
+            ToNode::Begin { step, attempt, .. } => work = self.begin(step, attempt),
             ToNode::Apply { attempt, sum_of_squares, .. } => {
                 if let Some(facts) = self.attempts.get_mut(&attempt) {
                     facts.applied = Instant::now();
@@ -355,10 +359,12 @@ impl RunActor {
         state.clip_factor = facts.factor;
         state.learning_rate = facts.learning_rate;
         for (layer, report) in state.layers.iter_mut().zip(&facts.layers) {
-            layer.slot = layer.slot.other();
-            layer.t += 1;
-            layer.hashes = report.hashes;
             layer.grad_norm = report.sum_of_squares.sqrt();
+            if !layer.locked {
+                layer.slot = layer.slot.other();
+                layer.t += 1;
+                layer.hashes = report.hashes;
+            }
         }
         self.committing = Some(Box::new(state));
         self.commit_started = Instant::now();
@@ -396,8 +402,9 @@ impl RunActor {
     }
 }
 
-fn layer_step(report: &LayerReport) -> LayerStep {
-    LayerStep { grad_norm: report.sum_of_squares.sqrt(), seconds: report.seconds }
+fn layer_step((state, report): (&LayerState, &LayerReport)) -> LayerStep {
+    let grad_norm = report.sum_of_squares.sqrt();
+    LayerStep { grad_norm, locked: state.locked, seconds: report.seconds }
 }
 
 fn read_batch(

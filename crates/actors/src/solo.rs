@@ -76,8 +76,12 @@ impl Solo {
     /// Starts all actors and the run. Must be called inside a tokio runtime.
     ///
     /// # Errors
-    /// `Failure::Store` if the disk has no room for what the limits keep out of RAM.
+    /// `Failure::Store` if the disk has no room for what the limits keep out of RAM,
+    /// `Failure::AllLocked` if no layer trains.
     pub fn start(config: SoloConfig) -> Result<Solo, Failure> {
+        if config.store.state().layers.iter().all(|layer| layer.locked) {
+            return Err(Failure::AllLocked);
+        }
         let map = Arc::new(ScratchMap::new(&config.limits, config.shape.micros()));
         let scratch = match map.bytes() {
             0 => None,

@@ -129,6 +129,7 @@ pub(crate) fn failure_code(failure: &Failure) -> u8 {
         Failure::Store(error) => store_code(error),
         Failure::Data(error) => data_code(error.kind()),
         Failure::Logits => GUARD,
+        Failure::AllLocked => USAGE,
         Failure::Memory(_) => NOT_ENOUGH,
         Failure::NotFinite { .. } => GUARD,
         Failure::Device(_) | Failure::Lost | Failure::Dead { .. } | Failure::Stuck { .. } => FAILED,

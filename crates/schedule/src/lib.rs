@@ -17,13 +17,16 @@ pub use node::{Node, NodeCommand, NodeConfig, NodeEvent, Policy};
 pub use run::{End, Run, RunCommand, RunConfig, RunEvent};
 pub use visits::{ComputeOp, Need, Visit, VisitId, VisitKind, sweep};
 
+use std::sync::Arc;
+
 use model::{Attempt, Step};
 
 /// What the run tells a node.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum ToNode {
-    /// Sweep forward and backward over the step's microbatches.
-    Begin { step: Step, attempt: Attempt },
+    /// Sweep forward and backward over the step's microbatches. `locked`: by layer, in force for
+    /// this step.
+    Begin { step: Step, attempt: Attempt, locked: Arc<[bool]> },
     /// The norm of the whole model is known: the optimizer may run (or, fused, has run).
     Apply { step: Step, attempt: Attempt, sum_of_squares: f64 },
     /// The step is durable: its slots are live now.
@@ -33,10 +36,11 @@ pub enum ToNode {
 }
 
 /// What a node tells the run.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum FromNode {
-    /// Both sweeps are done. `sum_of_squares` of the gradient and `loss`, summed over targets.
-    Norm { step: Step, attempt: Attempt, sum_of_squares: f64, loss: f64 },
+    /// Both sweeps are done. `sums` of the gradient's squares by layer, zero where it is locked;
+    /// `loss`, summed over targets.
+    Norm { step: Step, attempt: Attempt, sums: Arc<[f64]>, loss: f64 },
     /// Every new slot is written and synced.
     Prepared { step: Step, attempt: Attempt },
     /// Something failed inside the attempt; `fatal` if trying again is pointless.

@@ -6,6 +6,8 @@
 //!   forward, but at most one step is swept and at most one is on its way to its commit;
 //! - after any failure the run goes on from the last durable step.
 
+use std::sync::Arc;
+
 use model::{Attempt, Step};
 
 use crate::{FromNode, ToNode};
@@ -14,7 +16,7 @@ use crate::{FromNode, ToNode};
 const ATTEMPTS_PER_STEP: u32 = 3;
 
 /// Where a run starts and ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunConfig {
     /// Last committed step.
     pub committed: Step,
@@ -22,6 +24,8 @@ pub struct RunConfig {
     pub attempt: Attempt,
     /// The run is complete when this step is durable.
     pub last_step: Step,
+    /// By layer: not trained.
+    pub locked: Arc<[bool]>,
 }
 
 /// Why a run ended.
@@ -33,7 +37,7 @@ pub enum End {
 }
 
 /// What a run hears.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RunEvent {
     Start,
     /// The step's token rows are in memory.
@@ -56,7 +60,7 @@ pub enum RunEvent {
 }
 
 /// What a run wants done.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RunCommand {
     LoadBatch { step: Step },
     Node(ToNode),
@@ -106,9 +110,9 @@ impl Run {
     /// A run that has not started.
     pub fn new(config: RunConfig) -> Run {
         Run {
-            config,
             durable: config.committed,
             attempt: config.attempt,
+            config,
             front: None,
             tail: None,
             loaded: None,
@@ -154,10 +158,11 @@ impl Run {
 
     fn on_node(&mut self, message: FromNode, out: &mut Vec<RunCommand>) {
         match message {
-            FromNode::Norm { step, attempt, sum_of_squares, .. } => {
+            FromNode::Norm { step, attempt, sums, .. } => {
                 if let Some(front) = self.front.as_mut().filter(|f| f.attempt == attempt) {
                     assert_eq!(front.step, step, "norm of another step");
-                    front.phase = Phase::Swept { sum_of_squares };
+                    // In forward order.
+                    front.phase = Phase::Swept { sum_of_squares: sums.iter().sum() };
                 }
             }
             FromNode::Prepared { step, attempt } => {
@@ -278,7 +283,11 @@ impl Run {
         self.loaded = None;
         self.attempt = Attempt(self.attempt.0 + 1);
         self.front = Some(InFlight { step, attempt: self.attempt, phase: Phase::Sweeping });
-        out.push(RunCommand::Node(ToNode::Begin { step, attempt: self.attempt }));
+        out.push(RunCommand::Node(ToNode::Begin {
+            step,
+            attempt: self.attempt,
+            locked: Arc::clone(&self.config.locked),
+        }));
         self.load(out);
     }
 

@@ -1,6 +1,7 @@
 //! [`Tail`]: a step on its way from gradients to a commit.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use model::{Attempt, LayerId, Step};
 
@@ -13,6 +14,8 @@ pub(super) struct Tail {
     pub(super) attempt: Attempt,
     waiting: VecDeque<LayerId>,
     in_flight: usize,
+    /// By layer: not part of the step.
+    locked: Arc<[bool]>,
     updated: Vec<bool>,
     sync: Sync,
 }
@@ -25,18 +28,26 @@ enum Sync {
 }
 
 impl Tail {
-    pub(super) fn new(step: Step, attempt: Attempt, layers: usize) -> Tail {
+    pub(super) fn new(step: Step, attempt: Attempt, locked: Arc<[bool]>) -> Tail {
         Tail {
             step,
             attempt,
             waiting: VecDeque::new(),
             in_flight: 0,
-            updated: vec![false; layers],
+            updated: vec![false; locked.len()],
+            locked,
             sync: Sync::NotStarted,
         }
     }
 
+    /// The layers that the step changes, in forward order.
+    pub(super) fn layers(&self) -> impl Iterator<Item = LayerId> + use<> {
+        let locked = Arc::clone(&self.locked);
+        (0..locked.len()).filter(move |&i| !locked[i]).map(|i| LayerId(i as u32))
+    }
+
     pub(super) fn enqueue(&mut self, layer: LayerId) {
+        assert!(!self.locked[layer.index()], "layer {layer} is locked and has a gradient");
         self.waiting.push_back(layer);
     }
 
@@ -55,13 +66,18 @@ impl Tail {
         self.in_flight -= 1;
     }
 
+    pub(super) fn is_locked(&self, layer: LayerId) -> bool {
+        self.locked[layer.index()]
+    }
+
     pub(super) fn is_updated(&self, layer: LayerId) -> bool {
         self.updated[layer.index()]
     }
 
     /// Whether it is time to sync; true once.
     pub(super) fn start_sync(&mut self) -> bool {
-        let start = self.sync == Sync::NotStarted && self.updated.iter().all(|&u| u);
+        let start =
+            self.sync == Sync::NotStarted && self.layers().all(|layer| self.is_updated(layer));
         if start {
             self.sync = Sync::Started;
         }
