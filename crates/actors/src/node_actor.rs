@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use compute::{Command, Outcome};
 use kameo::prelude::*;
-use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot};
+use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot, Step};
 use schedule::{ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId};
 use store::AfterUse;
 
@@ -15,7 +15,7 @@ use crate::directory::Directory;
 use crate::fault::FaultPlan;
 use crate::messages::{
     ComputeRequest, Detail, DrainStage, LayerReport, NodeMessage, OptimizerMessage, RunMessage,
-    StoreRequest, SweepSeconds, UpdateJob, Work,
+    StoreRequest, SweepSeconds, UpdateJob, UpdatedLayer, Work,
 };
 use crate::policy::{Verdict, judge};
 use crate::reply::{Failure, Reply};
@@ -163,13 +163,13 @@ impl NodeActor {
             }
             NodeMessage::Updated { attempt, layer, result } => {
                 self.load.optimizing -= 1;
-                let hashes = self.accept(attempt, result)?;
+                let UpdatedLayer { hashes, weights } = self.accept(attempt, result)?;
                 self.note(attempt, layer, |report| report.hashes = hashes);
                 if let Some(begun) = self.updates.remove(&layer) {
                     let seconds = begun.elapsed().as_secs_f64();
                     self.note(attempt, layer, |report| report.seconds.optimizer = seconds);
                 }
-                Some(NodeEvent::Updated { attempt, layer })
+                Some(NodeEvent::Updated { attempt, layer, weights })
             }
             NodeMessage::Synced { attempt, result } => {
                 self.load.syncing -= 1;
@@ -224,6 +224,11 @@ impl NodeActor {
         }
         match result {
             Ok(value) => Some(value),
+            Err(failure @ Failure::Update { step, .. }) => {
+                let step = Step(step);
+                self.report(FromNode::NotFinite { step, attempt }, Detail::Failure(failure));
+                None
+            }
             Err(failure) => {
                 let fatal = judge(&failure) == Verdict::StopNode;
                 tracing::warn!(%attempt, %failure, "attempt failed");
@@ -296,8 +301,8 @@ impl NodeActor {
             }
             NodeCommand::Park { attempt, layer, micro } => self.park(attempt, layer, micro),
             NodeCommand::Unpark { attempt, layer, micro } => self.unpark(attempt, layer, micro),
-            NodeCommand::Update { attempt, layer, from, to, .. } => {
-                self.update(attempt, layer, from, to);
+            NodeCommand::Update { step, attempt, layer, from, to } => {
+                self.update(step, attempt, layer, (from, to));
             }
             NodeCommand::Sync { attempt, slots } => {
                 self.load.syncing += 1;
@@ -384,7 +389,7 @@ impl NodeActor {
         }
     }
 
-    fn update(&mut self, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
+    fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, (from, to): (Slot, Slot)) {
         let Some(in_work) = self.works.get(&attempt) else { return };
         let factor = match in_work.work.clip {
             Clip::Layer(max) => {
@@ -395,7 +400,7 @@ impl NodeActor {
         };
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
-        let job = UpdateJob { attempt, layer, from, to, prepared };
+        let job = UpdateJob { step, attempt, layer, from, to, prepared };
         self.load.optimizing += 1;
         self.updates.insert(layer, Instant::now());
         let directory = self.directory.clone();
@@ -449,13 +454,15 @@ impl NodeActor {
     }
 
     fn report_with_detail(&mut self, report: FromNode) {
-        let detail = match report {
-            FromNode::Norm { attempt, .. } => self.seconds(attempt),
+        let detail = match &report {
+            FromNode::Norm { attempt, .. } => self.seconds(*attempt),
             FromNode::Prepared { attempt, .. } => {
-                let in_work = self.works.get(&attempt);
+                let in_work = self.works.get(attempt);
                 in_work.map_or(Detail::None, |w| Detail::Layers(w.layers.clone()))
             }
-            FromNode::Failed { .. } | FromNode::Aborted { .. } => Detail::None,
+            FromNode::NotFinite { .. } | FromNode::Failed { .. } | FromNode::Aborted { .. } => {
+                Detail::None
+            }
         };
         self.report(report, detail);
     }

@@ -36,7 +36,9 @@ pub(crate) fn judge(failure: &Failure) -> Verdict {
         | Failure::AllLocked
         | Failure::Dead { .. }
         | Failure::Stuck { .. }
-        | Failure::NotFinite { .. } => Verdict::StopNode,
+        | Failure::NotFinite { .. }
+        | Failure::Spike { .. }
+        | Failure::Update { .. } => Verdict::StopNode,
         Failure::Store(StoreError::Io { .. } | StoreError::Memory(_)) => Verdict::Retry,
         Failure::Store(_) => Verdict::StopNode,
     }

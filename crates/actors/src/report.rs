@@ -92,6 +92,16 @@ pub enum Event {
         actor: &'static str,
         reason: String,
     },
+    /// A guard refused a step and its rows were passed over.
+    Skipped {
+        step: u64,
+        reason: String,
+    },
+    /// Layers that are not trained any more, from the step after this one on.
+    Locked {
+        step: u64,
+        layers: Vec<String>,
+    },
     Ended {
         step: u64,
         end: End,

@@ -191,6 +191,12 @@ impl Observer for RunObserver {
                 self.metrics.actor_restarted(actor);
                 self.say(&format!("actor {actor} was restarted: {reason}"));
             }
+            Event::Skipped { step, reason } => {
+                self.say(&format!("step {step} was skipped: {reason}"));
+            }
+            Event::Locked { step, layers } => {
+                self.say(&format!("locked from step {} on: {}", step + 1, layers.join(", ")));
+            }
             Event::Started { .. } | Event::Ended { .. } => {}
         }
     }

@@ -11,7 +11,7 @@ use actors::{
 use anyhow::Context;
 use data::{Rows, Sampler, Tokenizer};
 use model::{Budget, Limits, ModelConfig};
-use schedule::{End, Policy};
+use schedule::{End, Guard, Policy};
 use store::{ReadingStore, State, TrainingStore, show_bytes};
 use telemetry::{BlockDevice, Metrics, Server};
 
@@ -147,7 +147,7 @@ pub(crate) fn train(
     }
     let summary = run_session(session, runtime, &interrupt, options, &faults, show)?;
     faults.write_record().context("write the record of faults")?;
-    if let Some(Failure::NotFinite { .. }) = summary.failure.as_deref() {
+    if let Some(Failure::NotFinite { .. } | Failure::Update { .. }) = summary.failure.as_deref() {
         // Damaged weights give such losses too, and then that is what has to be told.
         let io = machine::engine(machine::store_bytes(dir));
         ReadingStore::open(io, dir, LOCK_WAIT)?.check_weights()?;
@@ -347,6 +347,8 @@ fn solo_config(
         adamw: record.adamw(),
         schedule: record.lr_schedule()?,
         clip: record.clip_rule()?,
+        guard: Guard::default(),
+        auto_lock: None,
         last_step,
         observer,
         patience: session.patience,
@@ -472,7 +474,7 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
     let store = dir.display();
     match summary.failure.as_deref().filter(|_| summary.end == End::Failed) {
         None if summary.end == End::Completed => {}
-        Some(Failure::NotFinite { .. }) => outln!(
+        Some(Failure::NotFinite { .. } | Failure::Update { .. }) => outln!(
             "committed steps are kept; start again from their weights with a lower --lr: \
              ftactor solo --store {store} --new-run --data PATH --lr X"
         ),

@@ -87,10 +87,12 @@ pub enum NodeEvent {
         layer: LayerId,
         sum_of_squares: f64,
     },
-    /// A layer's new version is written, not synced.
+    /// A layer's new version is written, not synced. `weights`: the square sum of its weights, if
+    /// somebody asked.
     Updated {
         attempt: Attempt,
         layer: LayerId,
+        weights: f64,
     },
     /// Every written slot of the attempt is synced.
     Synced {
@@ -213,7 +215,7 @@ impl Node {
                 out.push(NodeCommand::Report(FromNode::Failed { attempt, fatal }));
             }
             NodeEvent::Drained { attempt } => self.drained(attempt, &mut out),
-            NodeEvent::Updated { attempt, layer } => self.updated(attempt, layer),
+            NodeEvent::Updated { attempt, layer, weights } => self.updated(attempt, layer, weights),
             NodeEvent::Synced { attempt } => self.synced(attempt, &mut out),
             NodeEvent::Measured { attempt, layer, sum_of_squares } => {
                 self.measured(attempt, layer, sum_of_squares);
@@ -314,16 +316,17 @@ impl Node {
         }
     }
 
-    fn updated(&mut self, attempt: Attempt, layer: LayerId) {
+    fn updated(&mut self, attempt: Attempt, layer: LayerId, weights: f64) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
-        tail.updated(layer);
+        tail.updated(layer, weights);
         self.reserved.remove(&(attempt, layer));
     }
 
     fn synced(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
         tail.synced();
-        out.push(NodeCommand::Report(FromNode::Prepared { step: tail.step, attempt }));
+        let (step, weights) = (tail.step, tail.weights());
+        out.push(NodeCommand::Report(FromNode::Prepared { step, attempt, weights }));
     }
 
     fn advance(&mut self, out: &mut Vec<NodeCommand>) {

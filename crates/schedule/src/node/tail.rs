@@ -17,6 +17,8 @@ pub(super) struct Tail {
     /// By layer: not part of the step.
     locked: Arc<[bool]>,
     updated: Vec<bool>,
+    /// Square sums of new weights.
+    weights: Vec<f64>,
     sync: Sync,
 }
 
@@ -35,6 +37,7 @@ impl Tail {
             waiting: VecDeque::new(),
             in_flight: 0,
             updated: vec![false; locked.len()],
+            weights: vec![0.0; locked.len()],
             locked,
             sync: Sync::NotStarted,
         }
@@ -60,10 +63,15 @@ impl Tail {
         Some(layer)
     }
 
-    pub(super) fn updated(&mut self, layer: LayerId) {
+    pub(super) fn updated(&mut self, layer: LayerId, weights: f64) {
         assert!(!self.updated[layer.index()], "layer {layer} was updated twice in one step");
         self.updated[layer.index()] = true;
+        self.weights[layer.index()] = weights;
         self.in_flight -= 1;
+    }
+
+    pub(super) fn weights(&self) -> Arc<[f64]> {
+        self.weights.as_slice().into()
     }
 
     pub(super) fn is_locked(&self, layer: LayerId) -> bool {
