@@ -11,7 +11,7 @@ use data::{Order, Plan, Rows, Sampler, Tokenizer};
 use model::{Budget, Limits, ModelConfig, RunShape};
 use optim::{AdamW, LrSchedule, Schedule};
 use rayon::ThreadPoolBuilder;
-use schedule::{End, Policy};
+use schedule::{End, Guard, Policy};
 use store::{TrainingStore, mmap_engine};
 
 /// Threads that wait for the disk.
@@ -114,6 +114,8 @@ fn configure(
             min_ratio: 1.0,
         },
         clip: Clip::Global(1.0),
+        guard: Guard::default(),
+        auto_lock: None,
         last_step: lesson.steps,
         observer: losses,
         patience: Patience::default(),

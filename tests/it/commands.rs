@@ -74,7 +74,7 @@ fn inspect_shows_run_step_and_layers() {
     assert_eq!(inspect(&fresh)["run"], Value::Null);
     let (store, _) = trained(&lab);
     let shown = inspect(&store);
-    assert_eq!(keys(&shown), BTreeSet::from(["run", "step", "layers"]));
+    assert_eq!(keys(&shown), BTreeSet::from(["run", "step", "layers", "snapshots"]));
     assert_eq!((&shown["step"], &shown["run"]["steps"]), (&4.into(), &4.into()));
     let layers = shown["layers"].as_array().unwrap();
     let names: Vec<_> = layers.iter().map(|l| l["name"].as_str().unwrap()).collect();
@@ -221,7 +221,7 @@ fn verify_finds_one_flipped_bit_in_any_plane() {
         let found = ftactor(&["verify", "--store", &store, "--json"]).expect(3).json();
         let damage = found["damage"].as_array().unwrap();
         assert_eq!(damage.len(), 1, "{found}");
-        assert_eq!(keys(&damage[0]), BTreeSet::from(["file", "tensor", "offset"]));
+        assert_eq!(keys(&damage[0]), BTreeSet::from(["file", "tensor", "offset", "healed_by"]));
         assert!(damage[0]["offset"].as_u64().unwrap() <= at as u64);
         fs::write(&file, good).unwrap();
     }

@@ -1,21 +1,34 @@
 //! Both machines on a virtual clock: a simulated disk, device and optimizer, faults from a seed.
 //!
-//! Checked at every event: a step commits once and in order; no live slot is written; nothing of
-//! step s+1 is written before s is durable; a read sees a version that is completely written.
+//! Checked at every event, in release builds too: every step is committed or skipped once and in
+//! order; no live slot and no locked layer is written; nothing of step s+1 is written before s is
+//! durable; a read sees the version that the step before left; what is durable equals what a run
+//! without deaths, failures and delays comes to.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::rc::Rc;
 
 use model::{Attempt, LayerId, LayerTable, Limits, Micro, ModelConfig, Slot, Step};
 use schedule::{
-    ComputeOp, End, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, Policy, Run, RunCommand,
-    RunConfig, RunEvent, ToNode, VisitKind,
+    AutoLock, ComputeOp, End, FromNode, Guard, Ledger, Node, NodeCommand, NodeConfig, NodeEvent,
+    Policy, Run, RunCommand, RunConfig, RunEvent, ToNode, VisitKind,
 };
 
-mod tests;
+mod data;
+mod disk;
+mod overlap;
+mod seeds;
+mod works;
+
+use data::Data;
+use disk::{Disk, Record, mix};
 
 /// Nanoseconds of the virtual clock.
 type Time = u64;
+
+/// Targets of a step.
+const TARGETS: u64 = 8;
 
 /// How long things take, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
@@ -42,14 +55,23 @@ pub(crate) struct Setup {
     pub(crate) costs: Costs,
     /// Chance in a million that an operation fails.
     pub(crate) faults_per_million: u64,
+    /// Chance in a million that the process dies before an event.
+    pub(crate) deaths_per_million: u64,
     /// Durations vary by this many percent.
     pub(crate) jitter_percent: u64,
     /// The step whose rows cannot be read; 0 for none.
     pub(crate) bad_batch: u64,
+    /// By layer; none if it is empty.
+    pub(crate) locked: Vec<bool>,
+    /// Counters of the record that the run starts from.
+    pub(crate) counters: BTreeMap<String, u64>,
+    pub(crate) guard: Guard,
+    pub(crate) auto_lock: Option<AutoLock>,
+    pub(crate) data: Data,
     pub(crate) seed: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 enum Happening {
     Node(NodeEvent),
     Run(RunEvent),
@@ -59,6 +81,11 @@ enum Happening {
         step: Step,
         layer: LayerId,
         slot: Slot,
+        digest: u64,
+    },
+    Synced {
+        attempt: Attempt,
+        slots: Vec<(LayerId, Slot)>,
     },
 }
 
@@ -71,29 +98,37 @@ enum Resource {
     Device,
 }
 
-/// The world around the machines.
-pub(crate) struct World {
-    setup: Setup,
+/// What dies with the process.
+struct Process {
     run: Run,
     node: Node,
-    now: Time,
-    number: u64,
     queue: BinaryHeap<Reverse<(Time, u64)>>,
     happenings: BTreeMap<u64, Happening>,
     busy_until: BTreeMap<Resource, Time>,
-    random: u64,
-    /// Version (step) that each slot of each layer holds; `None` while it is being written.
-    slots: Vec<[Option<Step>; 2]>,
-    live: Vec<Slot>,
     /// Inputs on their way to `scratch/`.
     parking: BTreeSet<(LayerId, Micro)>,
-    durable: Step,
-    /// The attempt that may write.
-    writing: Option<(Step, Attempt)>,
+    /// Step and locks of each attempt.
+    attempts: BTreeMap<Attempt, (Step, std::sync::Arc<[bool]>)>,
     in_flight_until: Time,
+    end: Option<End>,
+}
+
+/// The world around the machines.
+pub(crate) struct World {
+    setup: Setup,
+    table: LayerTable,
+    process: Process,
+    disk: Disk,
+    now: Time,
+    number: u64,
+    random: u64,
+    /// Every record so far, the one before the first step included.
+    records: Vec<Record>,
+    /// The records of a run in which nothing went wrong but the data.
+    calm: Option<Rc<Vec<Record>>>,
     pub(crate) durable_at: Vec<Time>,
     pub(crate) aborts: u64,
-    end: Option<End>,
+    pub(crate) deaths: u64,
 }
 
 pub(crate) fn table(layers: usize, tied: bool) -> LayerTable {
@@ -124,234 +159,193 @@ fn limits(setup: &Setup) -> Limits {
     }
 }
 
-impl World {
-    pub(crate) fn new(setup: Setup) -> World {
-        let table = table(setup.layers, setup.tied);
-        let live = vec![Slot::A; table.len()];
+impl Process {
+    fn new(setup: &Setup, table: &LayerTable, record: &Record) -> Process {
         let config = NodeConfig {
             policy: setup.policy,
             micros: setup.micros,
-            limits: limits(&setup),
-            live: live.clone(),
+            limits: limits(setup),
+            live: record.live.clone(),
         };
-        let run =
-            RunConfig { committed: Step(0), attempt: Attempt(0), last_step: Step(setup.steps) };
-        World {
+        let run = RunConfig {
+            committed: record.step,
+            attempt: record.attempt,
+            last_step: Step(setup.steps),
+            ledger: record.ledger.clone(),
+            guard: setup.guard,
+            auto_lock: setup.auto_lock,
+        };
+        Process {
             run: Run::new(run),
-            node: Node::new(&table, config),
-            now: 0,
-            number: 0,
+            node: Node::new(table, config),
             queue: BinaryHeap::new(),
             happenings: BTreeMap::new(),
             busy_until: BTreeMap::new(),
-            random: setup.seed,
-            slots: vec![[Some(Step(0)), None]; table.len()],
-            live,
             parking: BTreeSet::new(),
-            durable: Step(0),
-            writing: None,
+            attempts: BTreeMap::new(),
             in_flight_until: 0,
+            end: None,
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let World { setup, disk, deaths, .. } = self;
+            let step = disk.record.step;
+            eprintln!("failed at step {step} after {deaths} deaths: replay({});", setup.seed);
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn new(mut setup: Setup) -> World {
+        let table = table(setup.layers, setup.tied);
+        setup.locked.resize(table.len(), false);
+        let locked = setup.locked.as_slice().into();
+        let disk = Disk::new(Ledger { locked, counters: setup.counters.clone() });
+        World {
+            process: Process::new(&setup, &table, &disk.record),
+            records: vec![disk.record.clone()],
+            disk,
+            table,
+            now: 0,
+            number: 0,
+            random: setup.seed,
+            calm: None,
             durable_at: Vec::new(),
             aborts: 0,
-            end: None,
+            deaths: 0,
             setup,
         }
     }
 
     /// Runs to the end; panics where an invariant breaks or nothing moves any more.
     pub(crate) fn run(&mut self) -> End {
-        self.at(0, Happening::Run(RunEvent::Start));
-        while self.end.is_none() {
-            let Some(Reverse((time, number))) = self.queue.pop() else {
-                panic!("seed {}: nothing moves at step {}", self.setup.seed, self.durable)
+        self.at(self.now, Happening::Run(RunEvent::Start));
+        loop {
+            if let Some(end) = self.process.end {
+                return end;
+            }
+            if self.chance(self.setup.deaths_per_million) {
+                self.die();
+                continue;
+            }
+            let Some(Reverse((time, number))) = self.process.queue.pop() else {
+                panic!("nothing moves at step {}", self.disk.record.step)
             };
             self.now = time;
-            if let Some(happening) = self.happenings.remove(&number) {
+            if let Some(happening) = self.process.happenings.remove(&number) {
                 self.happen(happening);
             }
         }
-        self.end.unwrap()
+    }
+
+    /// The process dies at once and another one begins where the disk is.
+    fn die(&mut self) {
+        self.deaths += 1;
+        let arrives = self.next_random().is_multiple_of(2);
+        let before = self.disk.record.step;
+        self.disk.die(arrives);
+        if self.disk.record.step != before {
+            self.note_record();
+        }
+        self.begin_again();
+        self.at(self.now, Happening::Run(RunEvent::Start));
+    }
+
+    /// Fresh machines from what is durable.
+    fn begin_again(&mut self) {
+        self.process = Process::new(&self.setup, &self.table, &self.disk.record);
     }
 
     fn happen(&mut self, happening: Happening) {
         match happening {
-            Happening::Wrote { attempt, step, layer, slot } => {
-                self.slots[layer.index()][slot as usize] = Some(step);
-                self.tell_node(NodeEvent::Updated { attempt, layer });
+            Happening::Wrote { attempt, step, layer, slot, digest } => {
+                self.disk.finish_update(step, layer, slot, digest);
+                let weights = Disk::weights(digest);
+                self.tell_node(NodeEvent::Updated { attempt, layer, weights });
+            }
+            Happening::Synced { attempt, slots } => {
+                self.disk.sync(&slots);
+                self.tell_node(NodeEvent::Synced { attempt });
             }
             Happening::Node(event) => {
                 if let NodeEvent::Parked { layer, micro, .. } = event {
-                    self.parking.remove(&(layer, micro));
+                    self.process.parking.remove(&(layer, micro));
                 }
                 self.tell_node(event);
             }
             Happening::Run(event) => {
                 if let RunEvent::Durable { step } = event {
-                    self.become_durable(step);
+                    self.disk.finish_record(step);
+                    self.note_record();
                 }
                 self.tell_run(event);
             }
         }
     }
 
-    fn become_durable(&mut self, step: Step) {
-        assert_eq!(step, self.durable.next(), "seed {}: out of order", self.setup.seed);
-        for (layer, live) in self.live.iter_mut().enumerate() {
-            *live = live.other();
-            assert_eq!(self.slots[layer][*live as usize], Some(step), "layer {layer}");
+    fn note_record(&mut self) {
+        let record = self.disk.record.clone();
+        if let Some(calm) = &self.calm {
+            let same = calm.get(record.step.0 as usize);
+            let same = same.unwrap_or_else(|| panic!("beyond the calm run: {record:?}"));
+            assert!(record.agrees(same), "{record:?}\ninstead of\n{same:?}");
         }
-        self.durable = step;
-        self.writing = None;
+        self.records.push(record);
+        assert_eq!(self.records.len() as u64, self.disk.record.step.0 + 1, "a step twice");
         self.durable_at.push(self.now);
     }
 
     fn tell_run(&mut self, event: RunEvent) {
-        for command in self.run.on(event) {
+        for command in self.process.run.on(event) {
             match command {
                 RunCommand::LoadBatch { step } => {
                     let bad = step.0 == self.setup.bad_batch;
-                    let event = if bad { RunEvent::GiveUp } else { RunEvent::BatchLoaded { step } };
-                    self.after(1, Happening::Run(event));
+                    let loaded = RunEvent::BatchLoaded { step, targets: TARGETS };
+                    self.after(1, Happening::Run(if bad { RunEvent::GiveUp } else { loaded }));
                 }
                 RunCommand::Node(message) => {
                     self.aborts += u64::from(matches!(message, ToNode::Abort { .. }));
+                    if let ToNode::Begin { step, attempt, locked } = &message {
+                        self.process.attempts.insert(*attempt, (*step, locked.clone()));
+                    }
                     self.tell_node(NodeEvent::Run(message));
                 }
-                RunCommand::Commit { step, .. } => {
+                RunCommand::Commit { step, attempt, .. }
+                | RunCommand::Skip { step, attempt, .. } => {
+                    let (_, locked) = &self.process.attempts[&attempt];
+                    self.disk.start_record(&command, locked);
                     let time = self.vary(self.setup.costs.commit);
                     self.after(time, Happening::Run(RunEvent::Durable { step }));
                 }
-                RunCommand::Finish(end) => self.end = Some(end),
+                RunCommand::Refuse { step, .. } => {
+                    assert_eq!(step, self.disk.record.step.next(), "refused out of turn");
+                }
+                RunCommand::Finish(end) => self.process.end = Some(end),
             }
         }
     }
 
     fn tell_node(&mut self, event: NodeEvent) {
-        for command in self.node.on(event) {
+        for command in self.process.node.on(event) {
             self.carry_out(command);
         }
-    }
-
-    fn carry_out(&mut self, command: NodeCommand) {
-        let costs = self.setup.costs;
-        match command {
-            NodeCommand::Gather { attempt, micro, layer, slot } => {
-                self.check_read(attempt, layer, slot);
-                let event = NodeEvent::RowsReady { attempt, micro };
-                self.occupy(Resource::Disk, 1, attempt, event);
-            }
-            NodeCommand::StreamIn { attempt, visit, layer, slot, .. } => {
-                self.check_read(attempt, layer, slot);
-                let decoder = matches!(
-                    self.node.visits()[visit.0 as usize].kind,
-                    VisitKind::Forward | VisitKind::Backward
-                );
-                let time = if decoder { costs.read } else { 1 };
-                self.occupy(Resource::Disk, time, attempt, NodeEvent::Streamed { attempt, visit });
-            }
-            NodeCommand::Park { attempt, layer, micro } => {
-                self.parking.insert((layer, micro));
-                let event = NodeEvent::Parked { attempt, layer, micro };
-                self.occupy(Resource::Writer, self.setup.costs.park, attempt, event);
-            }
-            NodeCommand::Unpark { attempt, layer, micro } => {
-                let seed = self.setup.seed;
-                assert!(
-                    !self.parking.contains(&(layer, micro)),
-                    "seed {seed}: read before written"
-                );
-                let event = NodeEvent::Unparked { attempt, layer, micro };
-                self.occupy(Resource::Disk, 1, attempt, event);
-            }
-            NodeCommand::Compute { attempt, op, .. } => self.compute(attempt, op),
-            NodeCommand::Unbind { attempt, visit } => {
-                self.occupy(Resource::Device, 0, attempt, NodeEvent::Unbound { attempt, visit });
-            }
-            NodeCommand::Update { step, attempt, layer, from, to } => {
-                self.update(step, attempt, layer, from, to);
-            }
-            NodeCommand::Sync { attempt, slots } => {
-                for (layer, slot) in slots {
-                    assert!(self.slots[layer.index()][slot as usize].is_some(), "sync too early");
-                }
-                self.occupy(Resource::Disk, 1, attempt, NodeEvent::Synced { attempt });
-            }
-            NodeCommand::Drain { attempt } => {
-                // A drained optimizer forgets every update, an older attempt's too.
-                self.happenings.retain(|_, h| !matches!(h, Happening::Wrote { .. }));
-                self.parking.clear();
-                let until = self.in_flight_until.max(self.now) + 1;
-                self.writing = None;
-                self.at(until, Happening::Node(NodeEvent::Drained { attempt }));
-            }
-            NodeCommand::Report(report) => self.report(report),
-        }
-    }
-
-    fn report(&mut self, report: FromNode) {
-        self.after(1, Happening::Run(RunEvent::Node(report)));
-    }
-
-    fn compute(&mut self, attempt: Attempt, op: ComputeOp) {
-        let micros = u64::from(self.setup.micros);
-        let time = match op {
-            ComputeOp::Forward { .. } => self.setup.costs.forward / micros,
-            ComputeOp::Backward { .. } => self.setup.costs.backward / micros,
-            _ => 0,
-        };
-        let event = match op {
-            ComputeOp::HeadLoss { micro } => NodeEvent::Loss { attempt, micro, loss: 1.0 },
-            ComputeOp::TakeGradient { layer, .. } => {
-                NodeEvent::Measured { attempt, layer, sum_of_squares: 1.0 }
-            }
-            _ => return self.occupy_silently(time),
-        };
-        self.occupy(Resource::Device, time, attempt, event);
-    }
-
-    /// Device work that nobody waits for by itself.
-    fn occupy_silently(&mut self, time: Time) {
-        let end = self.start_of(Resource::Device) + self.vary(time);
-        self.busy_until.insert(Resource::Device, end);
-        self.in_flight_until = self.in_flight_until.max(end);
-    }
-
-    fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
-        assert_eq!(from, self.live[layer.index()], "seed {}: reads a dead slot", self.setup.seed);
-        assert_ne!(to, self.live[layer.index()], "seed {}: writes a live slot", self.setup.seed);
-        assert_eq!(step, self.durable.next(), "seed {}: writes ahead", self.setup.seed);
-        let writing = self.writing.get_or_insert((step, attempt));
-        assert_eq!(*writing, (step, attempt), "seed {}: two attempts write", self.setup.seed);
-        self.slots[layer.index()][to as usize] = None;
-        let end = self.start_of(Resource::Disk) + self.vary(self.setup.costs.update);
-        self.busy_until.insert(Resource::Disk, end);
-        self.in_flight_until = self.in_flight_until.max(end);
-        if self.fails() {
-            self.at(end, Happening::Node(NodeEvent::Failed { attempt, fatal: false }));
-        } else {
-            self.at(end, Happening::Wrote { attempt, step, layer, slot: to });
-        }
-    }
-
-    /// A read for the step after the newest complete one.
-    fn check_read(&self, attempt: Attempt, layer: LayerId, slot: Slot) {
-        let version = self.slots[layer.index()][slot as usize];
-        let newest = self.slots[layer.index()].iter().flatten().max();
-        assert!(version.is_some(), "{attempt:?} reads a slot that is being written");
-        assert!(version >= Some(self.durable) && version <= newest.copied(), "{attempt:?}");
     }
 
     /// Puts work behind what the resource has to do; its result or its failure comes then.
     fn occupy(&mut self, resource: Resource, time: Time, attempt: Attempt, event: NodeEvent) {
         let end = self.start_of(resource) + self.vary(time);
-        self.busy_until.insert(resource, end);
-        self.in_flight_until = self.in_flight_until.max(end);
+        self.process.busy_until.insert(resource, end);
+        self.process.in_flight_until = self.process.in_flight_until.max(end);
         let event = if self.fails() { NodeEvent::Failed { attempt, fatal: false } } else { event };
         self.at(end, Happening::Node(event));
     }
 
     fn start_of(&self, resource: Resource) -> Time {
-        self.busy_until.get(&resource).copied().unwrap_or(0).max(self.now)
+        self.process.busy_until.get(&resource).copied().unwrap_or(0).max(self.now)
     }
 
     fn after(&mut self, time: Time, happening: Happening) {
@@ -360,13 +354,16 @@ impl World {
 
     fn at(&mut self, time: Time, happening: Happening) {
         self.number += 1;
-        self.queue.push(Reverse((time, self.number)));
-        self.happenings.insert(self.number, happening);
+        self.process.queue.push(Reverse((time, self.number)));
+        self.process.happenings.insert(self.number, happening);
     }
 
     fn fails(&mut self) -> bool {
-        self.setup.faults_per_million > 0
-            && self.next_random() % 1_000_000 < self.setup.faults_per_million
+        self.chance(self.setup.faults_per_million)
+    }
+
+    fn chance(&mut self, per_million: u64) -> bool {
+        per_million > 0 && self.next_random() % 1_000_000 < per_million
     }
 
     fn vary(&mut self, time: Time) -> Time {

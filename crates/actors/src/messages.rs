@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use compute::{Command, Gradient, Outcome};
 use model::{Attempt, HostBytes, LayerId, Micro, Slot, Step};
-use optim::AdamW;
+use optim::{AdamW, NormTree};
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
 use store::{AfterUse, IoCounters, RecordKind, Room, State, StateChunk};
 
@@ -90,11 +90,24 @@ pub(crate) struct ComputeRequest {
 /// A layer's optimizer run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UpdateJob {
+    pub(crate) step: Step,
     pub(crate) attempt: Attempt,
     pub(crate) layer: LayerId,
     pub(crate) from: Slot,
     pub(crate) to: Slot,
     pub(crate) prepared: optim::Prepared,
+}
+
+/// Squares of a chunk's new weights, if they were asked for.
+pub(crate) type ChunkWeights = Option<Box<NormTree>>;
+
+/// What an update came to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UpdatedLayer {
+    /// Of the new planes.
+    pub(crate) hashes: [u64; 3],
+    /// Square sum of the new weights; zero if nobody asked.
+    pub(crate) weights: f64,
 }
 
 /// To the optimizer actor.
@@ -108,10 +121,10 @@ pub(crate) enum OptimizerMessage {
         spill: bool,
         reply: Reply<f64>,
     },
-    /// Apply a measured gradient; answers the hashes of the new planes.
+    /// Apply a measured gradient.
     Update {
         job: UpdateJob,
-        reply: Reply<[u64; 3]>,
+        reply: Reply<UpdatedLayer>,
     },
     /// Forget everything; answered when no arithmetic is running.
     Drain {
@@ -131,7 +144,8 @@ pub(crate) enum OptimizerMessage {
     /// Computed and written, or one of the two failed.
     ChunkWritten {
         job: UpdateJob,
-        result: Result<(), Failure>,
+        chunk: usize,
+        result: Result<ChunkWeights, Failure>,
     },
 }
 
@@ -198,7 +212,7 @@ pub(crate) enum NodeMessage {
     Updated {
         attempt: Attempt,
         layer: LayerId,
-        result: Result<[u64; 3], Failure>,
+        result: Result<UpdatedLayer, Failure>,
     },
     Synced {
         attempt: Attempt,

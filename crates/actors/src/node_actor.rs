@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use compute::{Command, Outcome};
 use kameo::prelude::*;
-use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot};
+use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot, Step};
 use schedule::{ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId};
 use store::AfterUse;
 
@@ -15,7 +15,7 @@ use crate::directory::Directory;
 use crate::fault::FaultPlan;
 use crate::messages::{
     ComputeRequest, Detail, DrainStage, LayerReport, NodeMessage, OptimizerMessage, RunMessage,
-    StoreRequest, SweepSeconds, UpdateJob, Work,
+    StoreRequest, SweepSeconds, UpdateJob, UpdatedLayer, Work,
 };
 use crate::policy::{Verdict, judge};
 use crate::reply::{Failure, Reply};
@@ -61,6 +61,8 @@ pub(crate) struct NodeActor {
 
 struct InWork {
     work: Work,
+    /// By layer.
+    locked: Arc<[bool]>,
     factor: f32,
     layers: Vec<LayerReport>,
     begun: Instant,
@@ -161,13 +163,13 @@ impl NodeActor {
             }
             NodeMessage::Updated { attempt, layer, result } => {
                 self.load.optimizing -= 1;
-                let hashes = self.accept(attempt, result)?;
+                let UpdatedLayer { hashes, weights } = self.accept(attempt, result)?;
                 self.note(attempt, layer, |report| report.hashes = hashes);
                 if let Some(begun) = self.updates.remove(&layer) {
                     let seconds = begun.elapsed().as_secs_f64();
                     self.note(attempt, layer, |report| report.seconds.optimizer = seconds);
                 }
-                Some(NodeEvent::Updated { attempt, layer })
+                Some(NodeEvent::Updated { attempt, layer, weights })
             }
             NodeMessage::Synced { attempt, result } => {
                 self.load.syncing -= 1;
@@ -186,11 +188,13 @@ impl NodeActor {
 
     fn told_by_run(&mut self, message: ToNode, work: Option<Work>, factor: f32) -> NodeEvent {
         match message {
-            ToNode::Begin { attempt, .. } => {
+            ToNode::Begin { attempt, ref locked, .. } => {
                 if let Some(work) = work {
+                    let locked = Arc::clone(locked);
                     let layers = vec![LayerReport::default(); self.table.len()];
                     let begun = Instant::now();
-                    let in_work = InWork { work, factor: 1.0, layers, begun, forward_seconds: 0.0 };
+                    let (factor, forward_seconds) = (1.0, 0.0);
+                    let in_work = InWork { work, locked, factor, layers, begun, forward_seconds };
                     self.works.insert(attempt, in_work);
                 }
             }
@@ -200,8 +204,10 @@ impl NodeActor {
                 }
             }
             ToNode::Committed { attempt, .. } => {
-                self.adam_steps.iter_mut().for_each(|t| *t += 1);
-                self.works.remove(&attempt);
+                if let Some(in_work) = self.works.remove(&attempt) {
+                    let layers = self.adam_steps.iter_mut().zip(&*in_work.locked);
+                    layers.filter(|(_, locked)| !**locked).for_each(|(t, _)| *t += 1);
+                }
             }
             ToNode::Abort { attempt } => {
                 self.works.retain(|a, _| *a < attempt);
@@ -218,6 +224,11 @@ impl NodeActor {
         }
         match result {
             Ok(value) => Some(value),
+            Err(failure @ Failure::Update { step, .. }) => {
+                let step = Step(step);
+                self.report(FromNode::NotFinite { step, attempt }, Detail::Failure(failure));
+                None
+            }
             Err(failure) => {
                 let fatal = judge(&failure) == Verdict::StopNode;
                 tracing::warn!(%attempt, %failure, "attempt failed");
@@ -290,8 +301,8 @@ impl NodeActor {
             }
             NodeCommand::Park { attempt, layer, micro } => self.park(attempt, layer, micro),
             NodeCommand::Unpark { attempt, layer, micro } => self.unpark(attempt, layer, micro),
-            NodeCommand::Update { attempt, layer, from, to, .. } => {
-                self.update(attempt, layer, from, to);
+            NodeCommand::Update { step, attempt, layer, from, to } => {
+                self.update(step, attempt, layer, (from, to));
             }
             NodeCommand::Sync { attempt, slots } => {
                 self.load.syncing += 1;
@@ -319,7 +330,7 @@ impl NodeActor {
     }
 
     fn bind(&mut self, attempt: Attempt, visit: VisitId, bytes: HostBytes) {
-        let at = &self.node.visits()[visit.0 as usize];
+        let Some(at) = self.node.visit(attempt, visit) else { return };
         let command = translate::bind(attempt, visit, at, bytes);
         // A failed bind shows in the commands that need the weights.
         let reply = Reply::new(|_| {});
@@ -378,7 +389,7 @@ impl NodeActor {
         }
     }
 
-    fn update(&mut self, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
+    fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, (from, to): (Slot, Slot)) {
         let Some(in_work) = self.works.get(&attempt) else { return };
         let factor = match in_work.work.clip {
             Clip::Layer(max) => {
@@ -389,7 +400,7 @@ impl NodeActor {
         };
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
-        let job = UpdateJob { attempt, layer, from, to, prepared };
+        let job = UpdateJob { step, attempt, layer, from, to, prepared };
         self.load.optimizing += 1;
         self.updates.insert(layer, Instant::now());
         let directory = self.directory.clone();
@@ -443,13 +454,15 @@ impl NodeActor {
     }
 
     fn report_with_detail(&mut self, report: FromNode) {
-        let detail = match report {
-            FromNode::Norm { attempt, .. } => self.seconds(attempt),
+        let detail = match &report {
+            FromNode::Norm { attempt, .. } => self.seconds(*attempt),
             FromNode::Prepared { attempt, .. } => {
-                let in_work = self.works.get(&attempt);
+                let in_work = self.works.get(attempt);
                 in_work.map_or(Detail::None, |w| Detail::Layers(w.layers.clone()))
             }
-            FromNode::Failed { .. } | FromNode::Aborted { .. } => Detail::None,
+            FromNode::NotFinite { .. } | FromNode::Failed { .. } | FromNode::Aborted { .. } => {
+                Detail::None
+            }
         };
         self.report(report, detail);
     }

@@ -11,13 +11,14 @@ use std::sync::Arc;
 use compute::Gradient;
 use kameo::prelude::*;
 use model::{Attempt, Budget, CHUNK_BYTES, LayerId, LayerTable};
+use optim::NormTree;
 use rayon::ThreadPool;
 use store::{StateChunk, TrainingStore};
 
 use crate::directory::Directory;
 use crate::fault::{Delivery, FaultPlan};
 use crate::gate::Gate;
-use crate::messages::{OptimizerMessage, StoreRequest, UpdateJob};
+use crate::messages::{ChunkWeights, OptimizerMessage, StoreRequest, UpdateJob, UpdatedLayer};
 use crate::reply::{Failure, Reply};
 use crate::scratch::ScratchMap;
 use crate::watch::Watch;
@@ -36,6 +37,8 @@ pub(crate) struct OptimizerArgs {
     pub(crate) threads: Arc<ThreadPool>,
     pub(crate) map: Arc<ScratchMap>,
     pub(crate) chunks_in_flight: usize,
+    /// New weights are square-summed.
+    pub(crate) weigh: bool,
     /// Arithmetic on the pool, which outlives the actor.
     pub(crate) gate: Gate,
     pub(crate) watch: Watch,
@@ -72,7 +75,9 @@ struct Progress {
     chunks: usize,
     next: usize,
     written: usize,
-    reply: Option<Reply<[u64; 3]>>,
+    /// Squares of the new weights by chunk.
+    weights: Vec<NormTree>,
+    reply: Option<Reply<UpdatedLayer>>,
 }
 
 impl Actor for OptimizerActor {
@@ -116,7 +121,9 @@ impl Message<OptimizerMessage> for OptimizerActor {
                 let keep = |bytes| GradientPart::Read(bytes);
                 self.arrived(job, chunk, result, |half, b| half.gradient = Some(keep(b)));
             }
-            OptimizerMessage::ChunkWritten { job, result } => self.written(job, result),
+            OptimizerMessage::ChunkWritten { job, chunk, result } => {
+                self.written(job, chunk, result);
+            }
             OptimizerMessage::Drain { reply } => self.drain(watch.over(lane, reply)),
         }
         self.advance();
@@ -150,15 +157,17 @@ impl OptimizerActor {
         });
     }
 
-    fn enqueue(&mut self, job: UpdateJob, reply: Reply<[u64; 3]>) {
+    fn enqueue(&mut self, job: UpdateJob, reply: Reply<UpdatedLayer>) {
         let Some(gradient) = self.gradients.remove(&(job.attempt, job.layer)) else {
             // It died with the incarnation before; the attempt ends.
             return reply.send(Err(Failure::Lost));
         };
         let elements = self.args.table.layer(job.layer).elements();
         let chunks = elements.div_ceil(chunk::ELEMENTS);
+        let weights = vec![NormTree::new(); if self.args.weigh { chunks } else { 0 }];
         let reply = Some(reply);
-        self.jobs.push_back(Progress { job, gradient, chunks, next: 0, written: 0, reply });
+        let (next, written) = (0, 0);
+        self.jobs.push_back(Progress { job, gradient, chunks, next, written, weights, reply });
     }
 
     /// Starts reads while chunks are free.
@@ -232,33 +241,35 @@ impl OptimizerActor {
         });
     }
 
-    fn written(&mut self, job: UpdateJob, result: Result<(), Failure>) {
-        if !self.is_current(job) {
-            return;
-        }
-        if let Err(failure) = result {
-            return self.fail(job, failure);
-        }
-        self.in_flight -= 1;
+    fn written(&mut self, job: UpdateJob, chunk: usize, result: Result<ChunkWeights, Failure>) {
+        // Answers may belong to a dropped attempt.
         let Some(at) = self.position(job) else { return };
-        self.jobs[at].written += 1;
-        if self.jobs[at].written < self.jobs[at].chunks {
+        let weights = match result {
+            Ok(weights) => weights,
+            Err(failure) => return self.fail(job, failure),
+        };
+        self.in_flight -= 1;
+        let progress = &mut self.jobs[at];
+        if let Some(weights) = weights {
+            progress.weights[chunk] = *weights;
+        }
+        progress.written += 1;
+        if progress.written < progress.chunks {
             return;
         }
-        let finished = self.jobs.remove(at);
-        if let Some(reply) = finished.and_then(|p| p.reply) {
-            let (layer, slot) = (job.layer, job.to);
-            self.args.directory.store().post(StoreRequest::FinishLayer { layer, slot, reply });
-        }
+        let Some(Progress { weights, reply: Some(reply), .. }) = self.jobs.remove(at) else {
+            return;
+        };
+        let (layer, slot) = (job.layer, job.to);
+        let reply = Reply::new(move |result: Result<_, Failure>| {
+            let whole = |hashes| UpdatedLayer { hashes, weights: chunk::join(&weights) };
+            reply.send(result.map(whole));
+        });
+        self.args.directory.store().post(StoreRequest::FinishLayer { layer, slot, reply });
     }
 
     fn position(&self, job: UpdateJob) -> Option<usize> {
         self.jobs.iter().position(|p| (p.job.attempt, p.job.layer) == (job.attempt, job.layer))
-    }
-
-    /// False for answers that belong to a dropped attempt.
-    fn is_current(&self, job: UpdateJob) -> bool {
-        self.position(job).is_some()
     }
 
     /// Tells whoever asked; the abort that follows clears the rest.
@@ -298,18 +309,25 @@ fn compute_and_write(
 ) {
     let directory = args.directory.clone();
     let reply = Reply::new(move |result| {
-        directory.optimizer().post(OptimizerMessage::ChunkWritten { job, result });
+        directory.optimizer().post(OptimizerMessage::ChunkWritten { job, chunk, result });
     });
     let layer = args.table.layer(job.layer);
-    let updated = chunk::update(layer, chunk, &job.prepared, &state, &gradient, &args.budget);
+    let (prepared, budget) = (&job.prepared, &args.budget);
+    let updated = chunk::update(layer, chunk, prepared, &state, &gradient, budget, args.weigh);
     drop((state, gradient));
     let result = updated.and_then(|output| {
+        // What was read damaged comes to anything: that is to be told first.
         args.store.check_chunk(job.layer, job.from, chunk, output.read_hashes)?;
-        Ok(output)
+        let refused = || Failure::Update { step: job.step.0, layer: layer.name.clone() };
+        if output.finite { Ok(output) } else { Err(refused()) }
     });
     match result {
-        Ok(chunk::ChunkOutput { bytes, hashes, .. }) => {
+        Ok(chunk::ChunkOutput { bytes, hashes, weights, .. }) => {
             let (layer, slot) = (job.layer, job.to);
+            let weights = weights.map(Box::new);
+            let reply = Reply::new(move |result: Result<(), _>| {
+                reply.send(result.map(|()| weights));
+            });
             let request = StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, reply };
             args.directory.store().post(request);
         }

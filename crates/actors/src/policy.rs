@@ -33,9 +33,12 @@ pub(crate) fn judge(failure: &Failure) -> Verdict {
         Failure::Device(_) | Failure::Memory(_) => Verdict::Retry,
         Failure::Data(_)
         | Failure::Logits
+        | Failure::AllLocked
         | Failure::Dead { .. }
         | Failure::Stuck { .. }
-        | Failure::NotFinite { .. } => Verdict::StopNode,
+        | Failure::NotFinite { .. }
+        | Failure::Spike { .. }
+        | Failure::Update { .. } => Verdict::StopNode,
         Failure::Store(StoreError::Io { .. } | StoreError::Memory(_)) => Verdict::Retry,
         Failure::Store(_) => Verdict::StopNode,
     }

@@ -19,6 +19,16 @@ pub enum Failure {
         "step {step} is not finite (loss {loss}, gradient norm {grad_norm}); nothing was committed"
     )]
     NotFinite { step: u64, loss: f64, grad_norm: f64 },
+    #[error(
+        "step {step}: the loss {loss} is a spike (above {bound}); nothing of the step was committed"
+    )]
+    Spike { step: u64, loss: f64, bound: f64 },
+    #[error(
+        "step {step}: the update of layer {layer} is not finite; nothing of the step was committed"
+    )]
+    Update { step: u64, layer: String },
+    #[error("every layer is locked, so that nothing would train; unlock one first")]
+    AllLocked,
     #[error("out of memory budget: {0}")]
     Memory(#[from] model::BudgetError),
     /// The actor that had the request died, or the request could not be delivered.

@@ -40,8 +40,10 @@ pub struct LayerSeconds {
 /// One layer of a committed step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerStep {
-    /// Before clipping.
+    /// Before clipping; zero for a locked layer.
     pub grad_norm: f64,
+    /// It is not trained.
+    pub locked: bool,
     pub seconds: LayerSeconds,
 }
 
@@ -97,6 +99,16 @@ pub enum Event {
     Restarted {
         actor: &'static str,
         reason: String,
+    },
+    /// A guard refused a step and its rows were passed over.
+    Skipped {
+        step: u64,
+        reason: String,
+    },
+    /// Layers that are not trained any more, from the step after this one on.
+    Locked {
+        step: u64,
+        layers: Vec<String>,
     },
     Ended {
         step: u64,

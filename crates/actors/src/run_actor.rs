@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 
 use data::{Cursor, Rows, Sampler};
 use kameo::prelude::*;
-use model::{Attempt, Budget, RunShape, Step};
+use model::{Attempt, Budget, LayerTable, RunShape, Step};
 use optim::{AdamW, LrSchedule};
-use schedule::{End, FromNode, Run, RunCommand, RunConfig, RunEvent, ToNode};
-use store::{IoCounters, RecordKind, Room, State, TrainingStore};
+use schedule::{
+    AutoLock, End, FromNode, Guard, Ledger, Reason, Run, RunCommand, RunConfig, RunEvent, ToNode,
+};
+use store::{IoCounters, LayerState, RecordKind, Room, State, TrainingStore};
 
 use crate::directory::Directory;
 use crate::fault::FaultPlan;
@@ -43,6 +45,7 @@ pub(crate) struct RunArgs {
     pub(crate) directory: Directory,
     /// Only asked whether the disk has room for a step.
     pub(crate) store: Arc<TrainingStore>,
+    pub(crate) table: Arc<LayerTable>,
     pub(crate) rows: Arc<Rows>,
     pub(crate) sampler: Sampler,
     pub(crate) shape: RunShape,
@@ -50,6 +53,8 @@ pub(crate) struct RunArgs {
     pub(crate) adamw: AdamW,
     pub(crate) schedule: LrSchedule,
     pub(crate) clip: Clip,
+    pub(crate) guard: Guard,
+    pub(crate) auto_lock: Option<AutoLock>,
     pub(crate) state: State,
     pub(crate) counters: IoCounters,
     pub(crate) last_step: Step,
@@ -70,8 +75,10 @@ pub(crate) struct RunActor {
     /// A step waits for room on the disk.
     paused: bool,
     attempts: BTreeMap<Attempt, Facts>,
+    /// What is known of the attempt that a guard refused.
+    refused: Option<(Facts, Arc<Failure>)>,
     /// The record that is being written.
-    committing: Option<Box<State>>,
+    committing: Option<(RecordKind, Box<State>)>,
     commit_started: Instant,
     last_commit: Instant,
     commits: u64,
@@ -94,6 +101,8 @@ struct Facts {
     phase: PhaseSeconds,
     stall: StallSeconds,
     applied: Instant,
+    /// An update that is not finite.
+    failed_update: Option<Failure>,
 }
 
 impl Actor for RunActor {
@@ -106,8 +115,17 @@ impl Actor for RunActor {
 
     async fn on_start(args: RunArgs, _: ActorRef<Self>) -> Result<Self, Self::Error> {
         let committed = args.state.step;
-        let config =
-            RunConfig { committed, attempt: args.state.attempt, last_step: args.last_step };
+        let config = RunConfig {
+            committed,
+            attempt: args.state.attempt,
+            last_step: args.last_step,
+            ledger: Ledger {
+                locked: args.state.layers.iter().map(|layer| layer.locked).collect(),
+                counters: args.state.counters.clone(),
+            },
+            guard: args.guard,
+            auto_lock: args.auto_lock,
+        };
         let cursor = Cursor { epoch: args.state.epoch, index: args.state.index };
         Ok(RunActor {
             run: Run::new(config),
@@ -116,6 +134,7 @@ impl Actor for RunActor {
             loaded: None,
             paused: false,
             attempts: BTreeMap::new(),
+            refused: None,
             committing: None,
             commit_started: Instant::now(),
             last_commit: Instant::now(),
@@ -192,8 +211,9 @@ impl RunActor {
                     self.args.observer.event(&Event::Resumed { step: step.0 });
                 }
                 self.cursors.insert(step.next(), next);
+                let targets = batch.targets();
                 self.loaded = Some((step, batch));
-                Some(RunEvent::BatchLoaded { step })
+                Some(RunEvent::BatchLoaded { step, targets })
             }
             Err(failure) => Some(self.give_up(failure)),
         }
@@ -221,30 +241,25 @@ impl RunActor {
     }
 
     fn node_reported(&mut self, report: FromNode, detail: Detail) -> Option<RunEvent> {
-        match (report, detail) {
-            (FromNode::Norm { step, attempt, sum_of_squares, loss }, Detail::Seconds(seconds)) => {
-                let facts = self.attempts.get_mut(&attempt)?;
+        match (&report, detail) {
+            (FromNode::Norm { attempt, sums, loss, .. }, Detail::Seconds(seconds)) => {
+                let facts = self.attempts.get_mut(attempt)?;
                 facts.loss = loss / facts.batch.targets().max(1) as f64;
-                facts.grad_norm = sum_of_squares.sqrt();
+                facts.grad_norm = sums.iter().sum::<f64>().sqrt();
                 (facts.phase.forward, facts.phase.backward) = (seconds.forward, seconds.backward);
                 facts.stall = seconds.stall;
-                if !(facts.loss.is_finite() && facts.grad_norm.is_finite()) {
-                    let (loss, grad_norm) = (facts.loss, facts.grad_norm);
-                    return Some(self.give_up(Failure::NotFinite {
-                        step: step.0,
-                        loss,
-                        grad_norm,
-                    }));
-                }
+            }
+            (FromNode::NotFinite { attempt, .. }, Detail::Failure(failure)) => {
+                self.attempts.get_mut(attempt)?.failed_update.get_or_insert(failure);
             }
             (FromNode::Prepared { attempt, .. }, Detail::Layers(layers)) => {
-                let facts = self.attempts.get_mut(&attempt)?;
+                let facts = self.attempts.get_mut(attempt)?;
                 facts.layers = layers;
                 facts.phase.optimizer = facts.applied.elapsed().as_secs_f64();
             }
             // Whatever else was in flight fails as well: the first failure is the one to tell.
             (FromNode::Failed { attempt, fatal }, Detail::Failure(failure))
-                if self.attempts.contains_key(&attempt) =>
+                if self.attempts.contains_key(attempt) =>
             {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
@@ -252,7 +267,7 @@ impl RunActor {
                 if !self.gave_up {
                     self.failure = Some(Arc::new(failure));
                 }
-                self.gave_up |= fatal;
+                self.gave_up |= *fatal;
             }
             _ => {}
         }
@@ -283,14 +298,26 @@ impl RunActor {
 
     /// Takes a durable step over and reports it.
     fn record(&mut self, step: Step, counters: IoCounters) {
-        let Some(state) = self.committing.take() else { return };
-        let Some(facts) = self.attempts.remove(&state.attempt) else { return };
-        self.args.state = *state;
-        self.commits += 1;
+        let Some((kind, state)) = self.committing.take() else { return };
+        let before = std::mem::replace(&mut self.args.state, *state);
+        self.cursors = self.cursors.split_off(&step.next());
         if !self.gave_up {
             self.failure = None;
         }
-        self.cursors = self.cursors.split_off(&step.next());
+        if kind == RecordKind::Skipped {
+            if let Some((_, why)) = self.refused.take() {
+                let reason = why.to_string();
+                self.args.observer.event(&Event::Skipped { step: step.0, reason });
+            }
+            return;
+        }
+        self.commits += 1;
+        self.report_step(step, counters, &before);
+        self.report_locks(step, &before);
+    }
+
+    fn report_step(&mut self, step: Step, counters: IoCounters, before: &State) {
+        let Some(facts) = self.attempts.remove(&self.args.state.attempt) else { return };
         let commit_seconds = self.commit_started.elapsed().as_secs_f64();
         let state = &self.args.state;
         let report = StepReport {
@@ -307,7 +334,7 @@ impl RunActor {
             written_bytes: counters.written_bytes - self.counters.written_bytes,
             stall: facts.stall,
             phase: PhaseSeconds { commit: commit_seconds, ..facts.phase },
-            layers: facts.layers.iter().map(layer_step).collect(),
+            layers: before.layers.iter().zip(&facts.layers).map(layer_step).collect(),
             mailbox_depths: self.args.directory.mailbox_depths(),
             ram_used_bytes: self.args.budget.used_bytes(),
             ram_peak_bytes: self.args.budget.peak_bytes(),
@@ -317,11 +344,25 @@ impl RunActor {
         self.args.observer.step(&report);
     }
 
+    fn report_locks(&self, step: Step, before: &State) {
+        let layers = self.args.table.layers().iter().zip(&before.layers);
+        let layers = layers.zip(&self.args.state.layers);
+        let new = layers.filter(|((_, before), now)| now.locked && !before.locked);
+        let layers: Vec<String> = new.map(|((layer, _), _)| layer.name.clone()).collect();
+        if !layers.is_empty() {
+            self.args.observer.event(&Event::Locked { step: step.0, layers });
+        }
+    }
+
     fn carry_out(&mut self, command: RunCommand) {
         match command {
             RunCommand::LoadBatch { step } => self.load(step),
             RunCommand::Node(message) => self.tell_node(message),
-            RunCommand::Commit { step, attempt } => self.commit(step, attempt),
+            RunCommand::Commit { step, attempt, ledger } => self.commit(step, attempt, &ledger),
+            RunCommand::Refuse { step, attempt, reason, skips } => {
+                self.refuse(step, attempt, reason, skips);
+            }
+            RunCommand::Skip { step, attempt, ledger } => self.skip(step, attempt, &ledger),
             RunCommand::Finish(end) => self.finish(end),
         }
     }
@@ -347,7 +388,7 @@ impl RunActor {
     fn tell_node(&mut self, message: ToNode) {
         let (mut work, mut factor) = (None, 1.0);
         match message {
-            ToNode::Begin { step, attempt } => work = self.begin(step, attempt),
+            ToNode::Begin { step, attempt, .. } => work = self.begin(step, attempt),
             ToNode::Apply { attempt, sum_of_squares, .. } => {
                 if let Some(facts) = self.attempts.get_mut(&attempt) {
                     facts.applied = Instant::now();
@@ -376,47 +417,87 @@ impl RunActor {
             phase: PhaseSeconds::default(),
             stall: StallSeconds::default(),
             applied: Instant::now(),
+            failed_update: None,
         };
         self.attempts.insert(attempt, facts);
         let adamw = AdamW { lr: learning_rate, ..self.args.adamw };
         Some(Work { batch, adamw, clip: self.args.clip })
     }
 
-    fn commit(&mut self, step: Step, attempt: Attempt) {
-        let Some(facts) = self.attempts.get(&attempt) else { return };
-        let Some(next) = self.cursors.get(&step.next()) else { return };
-        let mut state = self.args.state.clone();
-        state.step = step;
-        state.attempt = attempt;
-        (state.epoch, state.index) = (next.epoch, next.index);
-        state.tokens_total += facts.batch.tokens();
-        state.loss = facts.loss;
-        state.grad_norm = facts.grad_norm;
-        state.clip_factor = facts.factor;
-        state.learning_rate = facts.learning_rate;
-        for (layer, report) in state.layers.iter_mut().zip(&facts.layers) {
-            layer.slot = layer.slot.other();
-            layer.t += 1;
-            layer.hashes = report.hashes;
-            layer.grad_norm = report.sum_of_squares.sqrt();
+    fn refuse(&mut self, step: Step, attempt: Attempt, reason: Reason, skips: bool) {
+        let Some(mut facts) = self.attempts.remove(&attempt) else { return };
+        let step = step.0;
+        let failure = match (reason, facts.failed_update.take()) {
+            (Reason::Spike { loss, bound }, _) => Failure::Spike { step, loss, bound },
+            (Reason::Update, Some(failure)) => failure,
+            (Reason::NotFinite { .. } | Reason::Update, _) => {
+                Failure::NotFinite { step, loss: facts.loss, grad_norm: facts.grad_norm }
+            }
+        };
+        let failure = Arc::new(failure);
+        if !self.gave_up {
+            self.failure = Some(Arc::clone(&failure));
         }
-        self.committing = Some(Box::new(state));
+        self.gave_up |= !skips;
+        self.refused = Some((facts, failure));
+    }
+
+    fn skip(&mut self, step: Step, attempt: Attempt, ledger: &Ledger) {
+        let Some((facts, _)) = &self.refused else { return };
+        let Some(mut state) = self.advanced(step, attempt, facts) else { return };
+        state.counters.clone_from(&ledger.counters);
+        self.send_record(RecordKind::Skipped, state);
+    }
+
+    /// The state after a step, but for its layers.
+    fn advanced(&self, step: Step, attempt: Attempt, facts: &Facts) -> Option<State> {
+        let next = self.cursors.get(&step.next())?;
+        let before = &self.args.state;
+        Some(State {
+            step,
+            attempt,
+            epoch: next.epoch,
+            index: next.index,
+            tokens_total: before.tokens_total + facts.batch.tokens(),
+            loss: facts.loss,
+            grad_norm: facts.grad_norm,
+            clip_factor: facts.factor,
+            learning_rate: facts.learning_rate,
+            ..before.clone()
+        })
+    }
+
+    fn commit(&mut self, step: Step, attempt: Attempt, ledger: &Ledger) {
+        let Some(facts) = self.attempts.get(&attempt) else { return };
+        let Some(mut state) = self.advanced(step, attempt, facts) else { return };
+        state.counters.clone_from(&ledger.counters);
+        for (layer, report) in state.layers.iter_mut().zip(&facts.layers) {
+            layer.grad_norm = report.sum_of_squares.sqrt();
+            if !layer.locked {
+                layer.slot = layer.slot.other();
+                layer.t += 1;
+                layer.hashes = report.hashes;
+            }
+        }
+        // In force from the next step on.
+        state.layers.iter_mut().zip(&*ledger.locked).for_each(|(l, &locked)| l.locked = locked);
+        self.send_record(RecordKind::Committed, state);
+    }
+
+    fn send_record(&mut self, kind: RecordKind, state: State) {
+        self.committing = Some((kind, Box::new(state)));
         self.commit_started = Instant::now();
         self.send_commit();
     }
 
     fn send_commit(&self) {
-        let Some(state) = self.committing.clone() else { return };
+        let Some((kind, state)) = self.committing.clone() else { return };
         let step = state.step;
         let directory = self.args.directory.clone();
         let reply = Reply::new(move |result| {
             directory.run().post(RunMessage::Committed { step, result });
         });
-        self.args.directory.store().post(StoreRequest::Commit {
-            kind: RecordKind::Committed,
-            state,
-            reply,
-        });
+        self.args.directory.store().post(StoreRequest::Commit { kind, state, reply });
     }
 
     fn finish(&mut self, end: End) {
@@ -436,8 +517,9 @@ impl RunActor {
     }
 }
 
-fn layer_step(report: &LayerReport) -> LayerStep {
-    LayerStep { grad_norm: report.sum_of_squares.sqrt(), seconds: report.seconds }
+fn layer_step((state, report): (&LayerState, &LayerReport)) -> LayerStep {
+    let grad_norm = report.sum_of_squares.sqrt();
+    LayerStep { grad_norm, locked: state.locked, seconds: report.seconds }
 }
 
 fn read_batch(

@@ -7,7 +7,7 @@ use data::{Rows, Sampler};
 use model::{Budget, LayerTable, Limits, RunShape, Slot, Step};
 use optim::{AdamW, LrSchedule};
 use rayon::ThreadPool;
-use schedule::{NodeConfig, Policy};
+use schedule::{AutoLock, Guard, NodeConfig, Policy};
 use store::{Scratch, TrainingStore};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -45,6 +45,8 @@ pub struct SoloConfig {
     pub adamw: AdamW,
     pub schedule: LrSchedule,
     pub clip: Clip,
+    pub guard: Guard,
+    pub auto_lock: Option<AutoLock>,
     pub last_step: u64,
     pub observer: Arc<dyn Observer>,
     pub patience: Patience,
@@ -76,8 +78,12 @@ impl Solo {
     /// Starts all actors and the run. Must be called inside a tokio runtime.
     ///
     /// # Errors
-    /// `Failure::Store` if the disk has no room for what the limits keep out of RAM.
+    /// `Failure::Store` if the disk has no room for what the limits keep out of RAM,
+    /// `Failure::AllLocked` if no layer trains.
     pub fn start(config: SoloConfig) -> Result<Solo, Failure> {
+        if config.store.state().layers.iter().all(|layer| layer.locked) {
+            return Err(Failure::AllLocked);
+        }
         let map = Arc::new(ScratchMap::new(&config.limits, config.shape.micros()));
         let scratch = match map.bytes() {
             0 => None,
@@ -165,7 +171,7 @@ fn spawn_all(
         here(),
         Directory::run,
         capacity,
-        run_args(directory, config, watch),
+        run_args(directory, config, &table, watch),
         Restart::Never,
     );
     vec![
@@ -207,6 +213,7 @@ fn optimizer_args(
         threads: Arc::clone(&config.threads),
         map: Arc::clone(map),
         chunks_in_flight: config.limits.optimizer_chunks,
+        weigh: config.auto_lock.is_some(),
         gate: Gate::default(),
         watch: watch.clone(),
         faults: config.faults.clone(),
@@ -236,18 +243,26 @@ fn node_args(
     }
 }
 
-fn run_args(directory: &Directory, config: SoloConfig, watch: &Watch) -> RunArgs {
+fn run_args(
+    directory: &Directory,
+    config: SoloConfig,
+    table: &Arc<LayerTable>,
+    watch: &Watch,
+) -> RunArgs {
     RunArgs {
         directory: directory.clone(),
         counters: config.store.counters(),
         state: config.store.state(),
         store: config.store,
+        table: Arc::clone(table),
         rows: config.rows,
         sampler: config.sampler,
         shape: config.shape,
         adamw: config.adamw,
         schedule: config.schedule,
         clip: config.clip,
+        guard: config.guard,
+        auto_lock: config.auto_lock,
         last_step: Step(config.last_step),
         budget: config.budget,
         observer: config.observer,

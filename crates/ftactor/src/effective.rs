@@ -106,6 +106,9 @@ fn fill_constants(all: &mut TrainOptions, record: RunRecord) {
     all.clip.get_or_insert(record.clip);
     all.seed.get_or_insert(record.seed);
     all.no_shuffle = record.no_shuffle;
+    all.guard.get_or_insert(record.guard);
+    all.loss_spike = all.loss_spike.or(record.loss_spike);
+    all.auto_lock = all.auto_lock.take().or(record.auto_lock);
     all.update.get_or_insert(UpdateChoice::Auto);
     all.device.get_or_insert(DeviceChoice::Auto);
     all.compute_dtype.get_or_insert(ComputeDtype::F32);
@@ -126,6 +129,8 @@ fn comments(all: &TrainOptions) -> Vec<String> {
         (all.eval_data.is_empty(), "eval-data, eval-every: off"),
         (all.sample_prompt.is_none(), "sample-prompt, sample-every: off"),
         (all.log.is_none(), "log: off"),
+        (all.loss_spike.is_none(), "loss-spike: off"),
+        (all.auto_lock.is_none(), "auto-lock: off"),
         (all.lock.is_none(), "lock: as the store says"),
         (all.snapshot_every.is_none(), "snapshot-every, keep-snapshots: off"),
     ];

@@ -128,9 +128,12 @@ pub(crate) fn failure_code(failure: &Failure) -> u8 {
     match failure {
         Failure::Store(error) => store_code(error),
         Failure::Data(error) => data_code(error.kind()),
-        Failure::Logits => GUARD,
+        Failure::AllLocked => USAGE,
         Failure::Memory(_) => NOT_ENOUGH,
-        Failure::NotFinite { .. } => GUARD,
+        Failure::Logits
+        | Failure::NotFinite { .. }
+        | Failure::Spike { .. }
+        | Failure::Update { .. } => GUARD,
         Failure::Device(_) | Failure::Lost | Failure::Dead { .. } | Failure::Stuck { .. } => FAILED,
     }
 }

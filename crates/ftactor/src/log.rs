@@ -81,6 +81,12 @@ pub(crate) fn event_line(event: &Event) -> Value {
         Event::Restarted { actor, reason } => {
             json!({"event": "restart", "actor": actor, "reason": reason})
         }
+        Event::Skipped { step, reason } => {
+            json!({"event": "skip", "step": step, "reason": reason})
+        }
+        Event::Locked { step, layers } => {
+            json!({"event": "lock", "step": step, "layers": layers})
+        }
         Event::Ended { step, end } => {
             json!({"event": "stop", "step": step, "end": format!("{end:?}").to_lowercase()})
         }

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use actors::Clip;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
+use schedule::AutoLock;
 use serde::{Deserialize, Serialize};
 
 use crate::exit::{Refused, refuse};
@@ -102,6 +103,20 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_enum)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) io: Option<IoChoice>,
+    /// What happens when loss, gradient or update is not finite, or the loss spikes: the run ends, or
+    /// goes on without that step's rows [default: stop]
+    #[arg(long, value_enum)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) guard: Option<GuardChoice>,
+    /// A loss above its average by so many average deviations is one that the guard acts on
+    #[arg(long, value_name = "DEVIATIONS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) loss_spike: Option<f64>,
+    /// Lock a layer whose gradient has been this small beside its weights (RMS) for so many steps;
+    /// FLOOR layers stay unlocked [default of FLOOR: half of them]
+    #[arg(long, value_name = "THRESHOLD:STEPS[:FLOOR]")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) auto_lock: Option<String>,
     /// Layers to lock before the run goes on, e.g. embed,0-11: read, never trained
     #[arg(long, value_name = "LAYERS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -148,6 +163,16 @@ pub(crate) enum UpdateChoice {
     Fused,
     /// After the norm of the whole gradient is known
     Deferred,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum GuardChoice {
+    /// End the run with code 7; nothing of the step is kept
+    #[default]
+    Stop,
+    /// Pass the step's rows over; five in a row end the run
+    Skip,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -224,6 +249,7 @@ impl TrainOptions {
             ("beta1", self.beta1),
             ("beta2", self.beta2),
             ("eps", self.eps),
+            ("loss-spike", self.loss_spike),
         ] {
             if let Some(value) = value.filter(|value| !value.is_finite()) {
                 return refuse(format!("--{name} {value}: expected a finite number"));
@@ -251,6 +277,27 @@ impl TrainOptions {
     pub(crate) fn to_toml(&self) -> anyhow::Result<String> {
         toml::to_string(self).context("options as TOML")
     }
+}
+
+/// `THRESHOLD:STEPS` or `THRESHOLD:STEPS:FLOOR`; `layers` is how many the model has.
+pub(crate) fn parse_auto_lock(text: &str, layers: usize) -> anyhow::Result<AutoLock> {
+    let wrong = || {
+        let what = "expected THRESHOLD:STEPS[:FLOOR], e.g. 1e-4:100 or 1e-4:100:8";
+        Refused(format!("--auto-lock {text}: {what}"))
+    };
+    let parts: Vec<&str> = text.split(':').collect();
+    let (threshold, steps, floor) = match parts[..] {
+        [threshold, steps] => (threshold, steps, None),
+        [threshold, steps, floor] => (threshold, steps, Some(floor)),
+        _ => return Err(wrong().into()),
+    };
+    let threshold: f64 = threshold.parse().map_err(|_| wrong())?;
+    let steps: u64 = steps.parse().map_err(|_| wrong())?;
+    let floor = floor.map_or(Ok(layers.div_ceil(2)), str::parse).map_err(|_| wrong())?;
+    if !(threshold.is_finite() && threshold > 0.0) || steps == 0 || floor == 0 {
+        return Err(wrong().into());
+    }
+    Ok(AutoLock { threshold, steps, floor })
 }
 
 /// How often something happens.
@@ -316,6 +363,16 @@ mod tests {
         }
         for wrong in ["", "G", "-1", "2GB", "1e99", "nan"] {
             assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn automatic_locks_are_parsed_or_refused() {
+        let rule = |threshold, steps, floor| AutoLock { threshold, steps, floor };
+        assert_eq!(parse_auto_lock("1e-4:100", 9).unwrap(), rule(1e-4, 100, 5));
+        assert_eq!(parse_auto_lock("0.5:1:3", 9).unwrap(), rule(0.5, 1, 3));
+        for wrong in ["", "1", "0:1", "nan:1", "1:0", "1:1:0", "1:1:1:1", "x:1", "-1:1"] {
+            assert!(parse_auto_lock(wrong, 9).is_err(), "{wrong}");
         }
     }
 

@@ -195,6 +195,12 @@ impl Observer for RunObserver {
                 self.warn(&format!("step {step} waits: {reason}; it begins when there is room"));
             }
             Event::Resumed { step } => self.say(&format!("step {step} begins: there is room")),
+            Event::Skipped { step, reason } => {
+                self.say(&format!("step {step} was skipped: {reason}"));
+            }
+            Event::Locked { step, layers } => {
+                self.say(&format!("locked from step {} on: {}", step + 1, layers.join(", ")));
+            }
             Event::Started { .. } | Event::Ended { .. } => {}
         }
     }

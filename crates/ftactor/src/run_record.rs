@@ -6,12 +6,14 @@ use actors::Clip;
 use anyhow::Context;
 use model::RunShape;
 use optim::{AdamW, LrSchedule, Schedule};
-use schedule::Policy;
+use schedule::{AutoLock, Guard, Policy, Trip};
 use serde::{Deserialize, Serialize};
 use store::StoreError;
 
 use crate::exit::{Refused, refuse};
-use crate::options::{DeviceChoice, TrainOptions, UpdateChoice, parse_clip};
+use crate::options::{
+    DeviceChoice, GuardChoice, TrainOptions, UpdateChoice, parse_auto_lock, parse_clip,
+};
 
 const FORMAT: u32 = 1;
 const MICRO_TOKENS: usize = 2048;
@@ -42,6 +44,12 @@ pub(crate) struct RunRecord {
     pub(crate) clip: String,
     pub(crate) seed: u64,
     pub(crate) no_shuffle: bool,
+    #[serde(default)]
+    pub(crate) guard: GuardChoice,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) loss_spike: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) auto_lock: Option<String>,
     pub(crate) device: String,
     pub(crate) compute_dtype: String,
     pub(crate) data: Vec<DataFile>,
@@ -137,6 +145,9 @@ impl RunRecord {
             clip: options.clip.clone().unwrap_or_else(|| "global:1.0".into()),
             seed: options.seed.unwrap_or(0),
             no_shuffle: options.no_shuffle,
+            guard: options.guard.unwrap_or_default(),
+            loss_spike: options.loss_spike,
+            auto_lock: options.auto_lock.clone(),
             device: device_kind(options.device).into(),
             compute_dtype: "f32".into(),
             data,
@@ -179,10 +190,14 @@ impl RunRecord {
         let given = serde_json::to_value(options).context("options as JSON")?;
         let frozen = serde_json::to_value(self).context("run.json")?;
         let mut differences = Vec::new();
-        for (name, was) in frozen.as_object().into_iter().flatten() {
-            let Some(now) = given.get(name).filter(|_| name != "steps" && name != "device") else {
-                continue;
-            };
+        let mut frozen = frozen.as_object().cloned().unwrap_or_default();
+        // What is not asked for is not written down, and cannot be asked for later.
+        for name in ["loss-spike", "auto-lock"] {
+            frozen.entry(name).or_insert(serde_json::Value::Null);
+        }
+        for (name, was) in &frozen {
+            let may_change = ["steps", "device", "guard"].contains(&name.as_str());
+            let Some(now) = given.get(name).filter(|_| !may_change) else { continue };
             let equal = match (was.as_f64(), now.as_f64()) {
                 (Some(was), Some(now)) => was == now,
                 _ => was == now,
@@ -228,6 +243,19 @@ impl RunRecord {
         })
     }
 
+    pub(crate) fn guard(&self) -> Guard {
+        let on_trip = match self.guard {
+            GuardChoice::Stop => Trip::Stop,
+            GuardChoice::Skip => Trip::Skip,
+        };
+        Guard { on_trip, spike: self.loss_spike }
+    }
+
+    /// For a model of `layers`.
+    pub(crate) fn auto_lock(&self, layers: usize) -> anyhow::Result<Option<AutoLock>> {
+        self.auto_lock.as_deref().map(|text| parse_auto_lock(text, layers)).transpose()
+    }
+
     /// When the optimizer runs. The choice changes no bits, so it is not part of the record.
     pub(crate) fn policy(&self, update: Option<UpdateChoice>) -> anyhow::Result<Policy> {
         let global = matches!(self.clip_rule()?, Clip::Global(_));
@@ -269,6 +297,10 @@ impl RunRecord {
             return refuse(format!("--lr {}: no weight survives that; at most {MOST_LR}", self.lr));
         }
         self.clip_rule()?;
+        self.auto_lock(1)?;
+        if let Some(spike) = self.loss_spike.filter(|spike| !(spike.is_finite() && *spike > 0.0)) {
+            return refuse(format!("--loss-spike {spike}: expected a number above 0, e.g. 10"));
+        }
         let wrong = |e: optim::HyperparameterError| Refused(e.to_string());
         self.lr_schedule()?.check().map_err(wrong)?;
         self.adamw().check().map_err(wrong)?;

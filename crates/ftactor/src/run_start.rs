@@ -130,6 +130,10 @@ fn resume(
         errln!("note: the run now has {steps} steps instead of {}", record.steps);
         record.steps = steps;
     }
+    if let Some(guard) = options.guard.filter(|guard| *guard != record.guard) {
+        // It changes no step that was committed.
+        record.guard = guard;
+    }
     if store.state().step.0 >= record.steps && !record.reset_first {
         return Ok(None);
     }

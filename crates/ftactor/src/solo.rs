@@ -159,7 +159,7 @@ pub(crate) fn train(
     }
     let summary = run_session(session, runtime, &interrupt, options, &faults, show)?;
     faults.write_record().context("write the record of faults")?;
-    if let Some(Failure::NotFinite { .. }) = summary.failure.as_deref() {
+    if let Some(Failure::NotFinite { .. } | Failure::Update { .. }) = summary.failure.as_deref() {
         // Damaged weights give such losses too, and then that is what has to be told.
         let io = machine::engine(machine::store_bytes(dir));
         ReadingStore::open(io, dir, LOCK_WAIT)?.check_weights()?;
@@ -364,6 +364,8 @@ fn solo_config(
         adamw: record.adamw(),
         schedule: record.lr_schedule()?,
         clip: record.clip_rule()?,
+        guard: record.guard(),
+        auto_lock: record.auto_lock(session.store.table().len())?,
         last_step,
         observer,
         patience: session.patience,
@@ -489,9 +491,12 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
     let store = dir.display();
     match summary.failure.as_deref().filter(|_| summary.end == End::Failed) {
         None if summary.end == End::Completed => {}
-        Some(Failure::NotFinite { .. }) => outln!(
-            "committed steps are kept; start again from their weights with a lower --lr: \
-             ftactor solo --store {store} --new-run --data PATH --lr X"
+        Some(Failure::NotFinite { .. } | Failure::Update { .. }) => outln!(
+            "committed steps are kept; pass such steps over with --guard skip, or start again from \
+             their weights with a lower --lr: ftactor solo --store {store} --new-run --data PATH --lr X"
+        ),
+        Some(Failure::Spike { .. }) => outln!(
+            "committed steps are kept; pass such steps over: ftactor solo --store {store} --guard skip"
         ),
         Some(failure) if exit::failure_code(failure) == exit::DAMAGED => {
             errln!("{}", exit::DAMAGE_REMEDY);

@@ -7,23 +7,33 @@
 //! Invariants:
 //! - pure and deterministic: no clock, no thread, no tensor bytes;
 //! - everything carries its attempt; what belongs to a dropped attempt is ignored;
+//! - every decision follows from the record of the step before and from the step itself;
 //! - no slot of step s+1 is written before s is durable, and no live slot is ever written.
 
+mod auto_lock;
+mod guard;
+mod ledger;
 mod node;
 mod run;
 mod visits;
 
+pub use auto_lock::AutoLock;
+pub use guard::{Guard, Reason, Trip};
+pub use ledger::Ledger;
 pub use node::{Node, NodeCommand, NodeConfig, NodeEvent, Policy};
 pub use run::{End, Run, RunCommand, RunConfig, RunEvent};
 pub use visits::{ComputeOp, Need, Visit, VisitId, VisitKind, sweep};
 
+use std::sync::Arc;
+
 use model::{Attempt, Step};
 
 /// What the run tells a node.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum ToNode {
-    /// Sweep forward and backward over the step's microbatches.
-    Begin { step: Step, attempt: Attempt },
+    /// Sweep forward and backward over the step's microbatches. `locked`: by layer, in force for
+    /// this step.
+    Begin { step: Step, attempt: Attempt, locked: Arc<[bool]> },
     /// The norm of the whole model is known: the optimizer may run (or, fused, has run).
     Apply { step: Step, attempt: Attempt, sum_of_squares: f64 },
     /// The step is durable: its slots are live now.
@@ -33,12 +43,16 @@ pub enum ToNode {
 }
 
 /// What a node tells the run.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum FromNode {
-    /// Both sweeps are done. `sum_of_squares` of the gradient and `loss`, summed over targets.
-    Norm { step: Step, attempt: Attempt, sum_of_squares: f64, loss: f64 },
-    /// Every new slot is written and synced.
-    Prepared { step: Step, attempt: Attempt },
+    /// Both sweeps are done. `sums` of the gradient's squares by layer, zero where it is locked;
+    /// `loss`, summed over targets.
+    Norm { step: Step, attempt: Attempt, sums: Arc<[f64]>, loss: f64 },
+    /// Every new slot is written and synced. `weights`: square sums of the new weights by layer,
+    /// zero where it is locked or nobody asked.
+    Prepared { step: Step, attempt: Attempt, weights: Arc<[f64]> },
+    /// A layer's update came to something that is not finite.
+    NotFinite { step: Step, attempt: Attempt },
     /// Something failed inside the attempt; `fatal` if trying again is pointless.
     Failed { attempt: Attempt, fatal: bool },
     /// Nothing of the dropped attempts is in flight any more.

@@ -8,10 +8,12 @@
 //! - an input is read back from `scratch/` only after all of its layer's have been written there;
 //! - updates of a step are issued only when the step before is durable, into slots that are not
 //!   live;
+//! - what is locked in a step has no gradient, is not written and keeps its slot;
 //! - after an abort nothing new starts until device, optimizer and store have answered that they
 //!   are idle.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use model::{Attempt, LayerId, LayerTable, Limits, Micro, Slot, Step, TileId, TileSpec};
 
@@ -44,7 +46,7 @@ pub struct NodeConfig {
 }
 
 /// What a node hears.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum NodeEvent {
     Run(ToNode),
     /// The embedding's rows of one microbatch are in memory.
@@ -85,10 +87,12 @@ pub enum NodeEvent {
         layer: LayerId,
         sum_of_squares: f64,
     },
-    /// A layer's new version is written, not synced.
+    /// A layer's new version is written, not synced. `weights`: the square sum of its weights, if
+    /// somebody asked.
     Updated {
         attempt: Attempt,
         layer: LayerId,
+        weights: f64,
     },
     /// Every written slot of the attempt is synced.
     Synced {
@@ -169,7 +173,7 @@ pub enum NodeCommand {
 #[derive(Debug)]
 pub struct Node {
     config: NodeConfig,
-    visits: Vec<Visit>,
+    table: LayerTable,
     /// The vocabulary tile that is scored and differentiated in one visit.
     turn: TileId,
     live: Vec<Slot>,
@@ -185,7 +189,7 @@ impl Node {
     /// A node at rest.
     pub fn new(table: &LayerTable, config: NodeConfig) -> Node {
         Node {
-            visits: sweep(table),
+            table: table.clone(),
             turn: table.tiles(table.head()).last().map_or(TileId(0), |tile| tile.id),
             live: config.live.clone(),
             config,
@@ -196,9 +200,10 @@ impl Node {
         }
     }
 
-    /// The visits of one step.
-    pub fn visits(&self) -> &[Visit] {
-        &self.visits
+    /// A visit of the attempt that is being swept.
+    pub fn visit(&self, attempt: Attempt, visit: VisitId) -> Option<&Visit> {
+        let pass = self.pass.as_ref().filter(|pass| pass.attempt == attempt)?;
+        pass.visits.get(visit.0 as usize)
     }
 
     /// Takes an event in; the commands are to be carried out in order.
@@ -210,12 +215,12 @@ impl Node {
                 out.push(NodeCommand::Report(FromNode::Failed { attempt, fatal }));
             }
             NodeEvent::Drained { attempt } => self.drained(attempt, &mut out),
-            NodeEvent::Updated { attempt, layer } => self.updated(attempt, layer),
+            NodeEvent::Updated { attempt, layer, weights } => self.updated(attempt, layer, weights),
             NodeEvent::Synced { attempt } => self.synced(attempt, &mut out),
             NodeEvent::Measured { attempt, layer, sum_of_squares } => {
                 self.measured(attempt, layer, sum_of_squares);
             }
-            other => self.on_sweep(other),
+            other => self.on_sweep(&other),
         }
         if self.draining.is_none() {
             self.advance(&mut out);
@@ -225,16 +230,16 @@ impl Node {
 
     fn on_run(&mut self, message: ToNode, out: &mut Vec<NodeCommand>) {
         match message {
-            ToNode::Begin { step, attempt } => self.begin(step, attempt),
+            ToNode::Begin { step, attempt, locked } => self.begin(step, attempt, locked),
             ToNode::Apply { attempt, .. } => self.apply(attempt),
             ToNode::Committed { step, attempt } => self.committed(step, attempt),
             ToNode::Abort { attempt } => self.abort(attempt, out),
         }
     }
 
-    fn on_sweep(&mut self, event: NodeEvent) {
+    fn on_sweep(&mut self, event: &NodeEvent) {
         let Some(pass) = self.pass.as_mut() else { return };
-        match event {
+        match *event {
             NodeEvent::RowsReady { attempt, micro } if attempt == pass.attempt => {
                 pass.rows_ready(micro);
             }
@@ -242,10 +247,7 @@ impl Node {
                 pass.streamed(visit);
             }
             NodeEvent::Unbound { attempt, visit } if attempt == pass.attempt => {
-                let consumes = matches!(
-                    self.visits[visit.0 as usize].kind,
-                    VisitKind::Backward | VisitKind::HeadNormBackward
-                );
+                let consumes = pass.visits[visit.0 as usize].consumes_input();
                 pass.unbound(if consumes { self.config.micros as usize } else { 0 });
             }
             NodeEvent::Parked { attempt, layer, .. } if attempt == pass.attempt => {
@@ -261,26 +263,30 @@ impl Node {
         }
     }
 
-    fn begin(&mut self, step: Step, attempt: Attempt) {
+    fn begin(&mut self, step: Step, attempt: Attempt, locked: Arc<[bool]>) {
         assert!(self.pass.is_none(), "step {step} begins while another one is swept");
         assert!(self.draining.is_none(), "step {step} begins while an attempt is dropped");
         assert!(self.tails.len() <= 1, "step {step} begins two steps ahead of the disk");
-        self.pass = Some(Pass::new(step, attempt, self.config.micros, self.live.len()));
-        self.tails.push_back(Tail::new(step, attempt, self.live.len()));
+        let visits = sweep(&self.table, &locked);
+        self.pass = Some(Pass::new(step, attempt, self.config.micros, visits, &locked));
+        self.tails.push_back(Tail::new(step, attempt, locked));
     }
 
     fn apply(&mut self, attempt: Attempt) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
         if self.config.policy == Policy::Deferred {
             // In forward order, so that the next step can begin with the first layers.
-            (0..self.live.len()).for_each(|i| tail.enqueue(LayerId(i as u32)));
+            tail.layers().for_each(|layer| tail.enqueue(layer));
         }
     }
 
     fn committed(&mut self, step: Step, attempt: Attempt) {
         let Some(tail) = self.tails.pop_front() else { panic!("step {step} was not prepared") };
         assert_eq!((tail.step, tail.attempt, tail.is_synced()), (step, attempt, true));
-        self.live.iter_mut().for_each(|slot| *slot = slot.other());
+        for layer in tail.layers() {
+            let slot = &mut self.live[layer.index()];
+            *slot = slot.other();
+        }
     }
 
     fn abort(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
@@ -310,16 +316,17 @@ impl Node {
         }
     }
 
-    fn updated(&mut self, attempt: Attempt, layer: LayerId) {
+    fn updated(&mut self, attempt: Attempt, layer: LayerId, weights: f64) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
-        tail.updated(layer);
+        tail.updated(layer, weights);
         self.reserved.remove(&(attempt, layer));
     }
 
     fn synced(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
         tail.synced();
-        out.push(NodeCommand::Report(FromNode::Prepared { step: tail.step, attempt }));
+        let (step, weights) = (tail.step, tail.weights());
+        out.push(NodeCommand::Report(FromNode::Prepared { step, attempt, weights }));
     }
 
     fn advance(&mut self, out: &mut Vec<NodeCommand>) {
@@ -334,8 +341,10 @@ impl Node {
     fn newest(&self, step: Step, layer: LayerId) -> Option<Slot> {
         let live = self.live[layer.index()];
         match self.tails.iter().find(|t| t.step.next() == step) {
-            Some(before) => before.is_updated(layer).then(|| live.other()),
-            None => Some(live),
+            Some(before) if !before.is_locked(layer) => {
+                before.is_updated(layer).then(|| live.other())
+            }
+            _ => Some(live),
         }
     }
 
@@ -350,7 +359,7 @@ impl Node {
         let pass = self.pass.as_ref()?;
         let (step, attempt) = (pass.step, pass.attempt);
         let id = VisitId(pass.next_stream as u32);
-        let visit = self.visits.get(pass.next_stream)?;
+        let visit = pass.visits.get(pass.next_stream)?;
         let micros = self.config.micros;
         let unparks = self.unparks(visit);
         let room = pass.inputs + if unparks { micros as usize } else { 0 };
@@ -392,6 +401,12 @@ impl Node {
         self.config.policy == Policy::Fused && updates
     }
 
+    /// Whether the visit's input waits in `scratch/` for its way back.
+    fn parks(&self, visit: &Visit) -> bool {
+        let waits = visit.kind == VisitKind::Forward && visit.goes_back;
+        waits && self.config.limits.parked[visit.layer.index()]
+    }
+
     /// Whether the visit's input has to come back from `scratch/`.
     fn unparks(&self, visit: &Visit) -> bool {
         visit.kind == VisitKind::Backward && self.config.limits.parked[visit.layer.index()]
@@ -416,7 +431,7 @@ impl Node {
         let pass = self.pass.as_ref()?;
         let attempt = pass.attempt;
         let id = VisitId(pass.next_compute as u32);
-        let visit = self.visits.get(pass.next_compute)?.clone();
+        let visit = pass.visits.get(pass.next_compute)?.clone();
         let streamed = match visit.need {
             Need::Nothing => true,
             Need::EmbeddingRows => pass.all_rows_ready(),
@@ -441,7 +456,7 @@ impl Node {
         let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
         let spill = |layer: LayerId| self.config.limits.spilled[layer.index()];
         out.extend(ops(visit, micros, keep, spill).into_iter().map(compute));
-        if visit.kind == VisitKind::Forward && self.config.limits.parked[layer.index()] {
+        if self.parks(visit) {
             let park = |m| NodeCommand::Park { attempt, layer, micro: Micro(m) };
             out.extend((0..micros).map(park));
         }
@@ -482,7 +497,7 @@ impl Node {
         out.push(NodeCommand::Report(FromNode::Norm {
             step: pass.step,
             attempt: pass.attempt,
-            sum_of_squares: pass.sum_of_squares(),
+            sums: pass.sums(),
             loss: pass.loss_sum(),
         }));
     }
@@ -496,8 +511,7 @@ impl Node {
             out.push(NodeCommand::Update { step, attempt, layer, from, to });
         }
         if tail.start_sync() {
-            let slots = self.live.iter().enumerate();
-            let slots = slots.map(|(i, slot)| (LayerId(i as u32), slot.other())).collect();
+            let slots = tail.layers().map(|l| (l, self.live[l.index()].other())).collect();
             out.push(NodeCommand::Sync { attempt, slots });
         }
     }

@@ -1,27 +1,35 @@
-//! [`Run`]: which step is attempted, when its update may be applied, when it is committed.
+//! [`Run`]: which step is attempted, whether its update may be applied, when it is committed.
 //!
 //! Invariants:
-//! - steps commit in order, each exactly once; attempts only grow;
+//! - steps are committed or skipped in order, each exactly once; attempts only grow;
 //! - step s+1 begins as soon as s has been swept, so that the commit of s overlaps the next
-//!   forward, but at most one step is swept and at most one is on its way to its commit;
+//!   forward, but at most one step is swept and at most one is on its way to its record;
+//! - a step is judged when the step before is durable, by what that step's record says;
 //! - after any failure the run goes on from the last durable step.
+
+use std::sync::Arc;
 
 use model::{Attempt, Step};
 
-use crate::{FromNode, ToNode};
+use crate::ledger::{Rules, Swept};
+use crate::{AutoLock, FromNode, Guard, Ledger, Reason, ToNode};
 
 /// Attempts of one step without a commit in between, after which the run gives up.
 const ATTEMPTS_PER_STEP: u32 = 3;
 
 /// Where a run starts and ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct RunConfig {
-    /// Last committed step.
+    /// Last durable step.
     pub committed: Step,
     /// Last attempt that was ever used.
     pub attempt: Attempt,
     /// The run is complete when this step is durable.
     pub last_step: Step,
+    /// What the last record says.
+    pub ledger: Ledger,
+    pub guard: Guard,
+    pub auto_lock: Option<AutoLock>,
 }
 
 /// Why a run ended.
@@ -33,15 +41,16 @@ pub enum End {
 }
 
 /// What a run hears.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RunEvent {
     Start,
-    /// The step's token rows are in memory.
+    /// The step's token rows are in memory; so many of their positions are targets.
     BatchLoaded {
         step: Step,
+        targets: u64,
     },
     Node(FromNode),
-    /// The commit record is on the disk, in both copies.
+    /// The step's record is on the disk, in both copies.
     Durable {
         step: Step,
     },
@@ -56,43 +65,77 @@ pub enum RunEvent {
 }
 
 /// What a run wants done.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum RunCommand {
-    LoadBatch { step: Step },
+    LoadBatch {
+        step: Step,
+    },
     Node(ToNode),
-    Commit { step: Step, attempt: Attempt },
+    /// Write the step's record; the slots it wrote are live then.
+    Commit {
+        step: Step,
+        attempt: Attempt,
+        ledger: Ledger,
+    },
+    /// A guard refuses the step. Its attempt is dropped; if it `skips`, `Skip` follows, otherwise
+    /// the run ends.
+    Refuse {
+        step: Step,
+        attempt: Attempt,
+        reason: Reason,
+        skips: bool,
+    },
+    /// Write a record by which the step is passed over: no slot changes.
+    Skip {
+        step: Step,
+        attempt: Attempt,
+        ledger: Ledger,
+    },
     Finish(End),
+}
+
+/// The step that is swept.
+#[derive(Clone, Debug)]
+struct Front {
+    step: Step,
+    attempt: Attempt,
+    targets: u64,
+    /// Set when it waits for the step before to become durable.
+    swept: Option<Swept>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Phase {
-    Sweeping,
-    /// Swept, waiting for the step before to become durable.
-    Swept {
-        sum_of_squares: f64,
-    },
     Updating,
     Committing,
+    /// Refused: its attempt is being dropped.
+    Draining,
+    Skipping,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct InFlight {
+/// The step on its way to its record.
+#[derive(Clone, Debug)]
+struct Tail {
     step: Step,
     attempt: Attempt,
     phase: Phase,
+    /// What its record will say.
+    ledger: Ledger,
 }
 
 /// The machine.
 #[derive(Debug)]
 pub struct Run {
-    config: RunConfig,
+    last_step: Step,
+    rules: Rules,
     durable: Step,
+    /// What the record of the last durable step says.
+    ledger: Ledger,
     attempt: Attempt,
-    /// The step that is swept.
-    front: Option<InFlight>,
-    /// The step that is updated and committed.
-    tail: Option<InFlight>,
-    loaded: Option<Step>,
+    front: Option<Front>,
+    tail: Option<Tail>,
+    /// The step whose rows are there, and its targets.
+    loaded: Option<(Step, u64)>,
     loading: Option<Step>,
     /// Attempt from which on everything is being dropped.
     aborting: Option<Attempt>,
@@ -106,8 +149,10 @@ impl Run {
     /// A run that has not started.
     pub fn new(config: RunConfig) -> Run {
         Run {
-            config,
+            last_step: config.last_step,
+            rules: Rules { guard: config.guard, auto_lock: config.auto_lock },
             durable: config.committed,
+            ledger: config.ledger,
             attempt: config.attempt,
             front: None,
             tail: None,
@@ -134,7 +179,7 @@ impl Run {
         }
         match event {
             RunEvent::Start => {}
-            RunEvent::BatchLoaded { step } => self.batch_loaded(step),
+            RunEvent::BatchLoaded { step, targets } => self.batch_loaded(step, targets),
             RunEvent::Node(message) => self.on_node(message, &mut out),
             RunEvent::Durable { step } => self.on_durable(step, &mut out),
             RunEvent::CommitFailed { .. } => self.end(End::Failed, &mut out),
@@ -145,43 +190,91 @@ impl Run {
         out
     }
 
-    fn batch_loaded(&mut self, step: Step) {
+    fn batch_loaded(&mut self, step: Step, targets: u64) {
         if self.loading == Some(step) {
             self.loading = None;
-            self.loaded = Some(step);
+            self.loaded = Some((step, targets));
         }
     }
 
     fn on_node(&mut self, message: FromNode, out: &mut Vec<RunCommand>) {
         match message {
-            FromNode::Norm { step, attempt, sum_of_squares, .. } => {
-                if let Some(front) = self.front.as_mut().filter(|f| f.attempt == attempt) {
-                    assert_eq!(front.step, step, "norm of another step");
-                    front.phase = Phase::Swept { sum_of_squares };
-                }
+            FromNode::Norm { step, attempt, sums, loss } => self.swept(step, attempt, sums, loss),
+            FromNode::Prepared { step, attempt, weights } => {
+                self.prepared(step, attempt, &weights, out);
             }
-            FromNode::Prepared { step, attempt } => {
-                if let Some(tail) = self.tail.as_mut().filter(|t| t.attempt == attempt) {
-                    assert_eq!((tail.step, tail.phase), (step, Phase::Updating));
-                    tail.phase = Phase::Committing;
-                    out.push(RunCommand::Commit { step, attempt });
-                }
-            }
+            FromNode::NotFinite { step, attempt } => self.update_failed(step, attempt, out),
             FromNode::Failed { attempt, fatal } => self.fail(attempt, fatal, out),
-            FromNode::Aborted { attempt } => {
-                if self.aborting == Some(attempt) {
-                    self.aborting = None;
-                }
-            }
+            FromNode::Aborted { attempt } => self.aborted(attempt, out),
+        }
+    }
+
+    fn swept(&mut self, step: Step, attempt: Attempt, sums: Arc<[f64]>, loss: f64) {
+        let Some(front) = self.front.as_mut().filter(|f| f.attempt == attempt) else { return };
+        assert_eq!(front.step, step, "norm of another step");
+        let loss = loss / front.targets.max(1) as f64;
+        front.swept = Some(Swept { loss, sums, targets: front.targets });
+    }
+
+    fn prepared(
+        &mut self,
+        step: Step,
+        attempt: Attempt,
+        weights: &[f64],
+        out: &mut Vec<RunCommand>,
+    ) {
+        let Some(tail) = self.tail.as_mut().filter(|t| t.attempt == attempt) else { return };
+        assert_eq!((tail.step, tail.phase), (step, Phase::Updating));
+        tail.phase = Phase::Committing;
+        tail.ledger.weigh(&self.rules, weights, &self.ledger);
+        out.push(RunCommand::Commit { step, attempt, ledger: tail.ledger.clone() });
+    }
+
+    /// A layer's update is not finite. Fused, the step may still be swept.
+    fn update_failed(&mut self, step: Step, attempt: Attempt, out: &mut Vec<RunCommand>) {
+        let updating = |t: &Tail| t.phase == Phase::Updating && t.attempt == attempt;
+        let tail = self.tail.as_ref().is_some_and(updating);
+        let front = self.front.as_ref().is_some_and(|f| f.attempt == attempt);
+        if self.aborting.is_some() || !(tail || front) {
+            return;
+        }
+        assert!(tail || self.tail.is_none(), "step {step} was updated before its time");
+        self.refuse(step, attempt, Reason::Update, out);
+    }
+
+    /// Drops the step after the last durable one, and what follows it.
+    fn refuse(&mut self, step: Step, attempt: Attempt, reason: Reason, out: &mut Vec<RunCommand>) {
+        assert_eq!(step, self.durable.next(), "a step is judged in its turn");
+        let skips = self.ledger.skips(&self.rules);
+        self.front = None;
+        self.tail = skips.then(|| {
+            let ledger = self.ledger.after_skip();
+            Tail { step, attempt, phase: Phase::Draining, ledger }
+        });
+        self.fatal |= !skips;
+        self.aborting = Some(attempt);
+        out.push(RunCommand::Refuse { step, attempt, reason, skips });
+        out.push(RunCommand::Node(ToNode::Abort { attempt }));
+    }
+
+    fn aborted(&mut self, attempt: Attempt, out: &mut Vec<RunCommand>) {
+        if self.aborting != Some(attempt) {
+            return;
+        }
+        self.aborting = None;
+        if let Some(tail) = self.tail.as_mut().filter(|t| t.phase == Phase::Draining) {
+            tail.phase = Phase::Skipping;
+            let (step, ledger) = (tail.step, tail.ledger.clone());
+            out.push(RunCommand::Skip { step, attempt, ledger });
         }
     }
 
     /// Drops everything that is not already being committed. A step whose record is on its way
     /// is never dropped: its commit decides.
     fn fail(&mut self, attempt: Attempt, fatal: bool, out: &mut Vec<RunCommand>) {
-        let known = |f: &Option<InFlight>| f.is_some_and(|f| f.attempt == attempt);
-        let sweeping = self.front.is_some_and(|f| f.phase == Phase::Sweeping && known(&self.front));
-        let known = known(&self.front) || known(&self.tail);
+        let front = self.front.as_ref().filter(|f| f.attempt == attempt);
+        let sweeping = front.is_some_and(|f| f.swept.is_none());
+        let known = front.is_some() || self.tail.as_ref().is_some_and(|t| t.attempt == attempt);
         if self.aborting.is_some() || !known || (fatal && sweeping) {
             // A sweep that is beyond help is dropped when the step before has been updated.
             self.fatal |= fatal;
@@ -189,41 +282,45 @@ impl Run {
         }
         self.failures += 1;
         self.fatal |= fatal || self.failures >= ATTEMPTS_PER_STEP;
-        self.abort(out);
+        let updating = self.tail.take_if(|t| t.phase == Phase::Updating).map(|t| t.attempt);
+        let swept = self.front.take().map(|f| f.attempt);
+        if let Some(dropped) = updating.or(swept) {
+            self.abort(dropped, out);
+        }
     }
 
-    fn abort(&mut self, out: &mut Vec<RunCommand>) {
-        let droppable = |f: &InFlight| f.phase != Phase::Committing;
-        let tail = self.tail.take_if(|t| droppable(t));
-        let front = self.front.take();
-        if let Some(dropped) = tail.or(front) {
-            self.aborting = Some(dropped.attempt);
-            out.push(RunCommand::Node(ToNode::Abort { attempt: dropped.attempt }));
-        }
+    fn abort(&mut self, attempt: Attempt, out: &mut Vec<RunCommand>) {
+        self.aborting = Some(attempt);
+        out.push(RunCommand::Node(ToNode::Abort { attempt }));
     }
 
     fn on_durable(&mut self, step: Step, out: &mut Vec<RunCommand>) {
         let Some(tail) = self.tail.take_if(|t| t.step == step) else {
-            panic!("step {step} became durable without being committed")
+            panic!("step {step} became durable without a record on its way")
         };
-        assert_eq!((tail.phase, self.durable.next()), (Phase::Committing, step));
+        assert_eq!(self.durable.next(), step);
         self.durable = step;
+        self.ledger = tail.ledger;
         self.failures = 0;
-        out.push(RunCommand::Node(ToNode::Committed { step, attempt: tail.attempt }));
+        match tail.phase {
+            Phase::Committing => {
+                out.push(RunCommand::Node(ToNode::Committed { step, attempt: tail.attempt }));
+            }
+            Phase::Skipping => {}
+            early => panic!("step {step} became durable while {early:?}"),
+        }
     }
 
     /// A run that stops or gives up drops the sweep in flight, but only once nothing of the step
     /// before is being updated: dropping an attempt drains every resource, and that step is good.
     fn drop_sweep(&mut self, out: &mut Vec<RunCommand>) {
-        let updating = self.tail.is_some_and(|t| t.phase == Phase::Updating);
+        let updating = self.tail.as_ref().is_some_and(|t| t.phase == Phase::Updating);
         let ends = self.stopping || self.fatal;
         if !ends || self.finished || self.aborting.is_some() || updating {
             return;
         }
-        let sweeping = self.front.take_if(|f| f.phase == Phase::Sweeping);
-        if let Some(dropped) = sweeping {
-            self.aborting = Some(dropped.attempt);
-            out.push(RunCommand::Node(ToNode::Abort { attempt: dropped.attempt }));
+        if let Some(sweeping) = self.front.take_if(|f| f.swept.is_none()) {
+            self.abort(sweeping.attempt, out);
         }
     }
 
@@ -235,22 +332,27 @@ impl Run {
         self.end_if_done(out);
     }
 
-    /// A swept step goes on to its update once the step before is durable.
+    /// A swept step is judged once the step before is durable, and goes on to its update.
     fn promote(&mut self, out: &mut Vec<RunCommand>) {
         if self.tail.is_some() {
             return;
         }
-        let Some(InFlight { step, attempt, phase: Phase::Swept { sum_of_squares } }) = self.front
-        else {
-            return;
-        };
+        let Some(Front { step, attempt, swept: Some(swept), .. }) = &self.front else { return };
+        let (step, attempt) = (*step, *attempt);
+        if let Some(reason) = self.ledger.judge(&self.rules, swept) {
+            return self.refuse(step, attempt, reason, out);
+        }
+        // In forward order.
+        let sum_of_squares = swept.sums.iter().sum();
+        let ledger = self.ledger.after(&self.rules, swept);
         self.front = None;
-        self.tail = Some(InFlight { step, attempt, phase: Phase::Updating });
+        self.tail = Some(Tail { step, attempt, phase: Phase::Updating, ledger });
         out.push(RunCommand::Node(ToNode::Apply { step, attempt, sum_of_squares }));
     }
 
     fn next_step(&self) -> Step {
-        self.front.or(self.tail).map_or(self.durable, |f| f.step).next()
+        let front = self.front.as_ref().map(|f| f.step);
+        front.or(self.tail.as_ref().map(|t| t.step)).unwrap_or(self.durable).next()
     }
 
     fn wants_more(&self) -> bool {
@@ -259,8 +361,9 @@ impl Run {
 
     fn load(&mut self, out: &mut Vec<RunCommand>) {
         let step = self.next_step();
-        let known = self.loaded == Some(step) || self.loading == Some(step);
-        if known || step > self.config.last_step || !self.wants_more() {
+        let loaded = self.loaded.is_some_and(|(loaded, _)| loaded == step);
+        let known = loaded || self.loading == Some(step);
+        if known || step > self.last_step || !self.wants_more() {
             return;
         }
         self.loading = Some(step);
@@ -269,16 +372,19 @@ impl Run {
 
     fn begin(&mut self, out: &mut Vec<RunCommand>) {
         let step = self.next_step();
-        if self.front.is_some() || self.aborting.is_some() || !self.wants_more() {
+        // A skipped step writes nothing, so nobody would hold the next one's updates up.
+        let skips = |t: &Tail| matches!(t.phase, Phase::Draining | Phase::Skipping);
+        let blocked = self.aborting.is_some() || self.tail.as_ref().is_some_and(skips);
+        if self.front.is_some() || blocked || !self.wants_more() || step > self.last_step {
             return;
         }
-        if step > self.config.last_step || self.loaded != Some(step) {
-            return;
-        }
-        self.loaded = None;
+        let Some((_, targets)) = self.loaded.take_if(|(loaded, _)| *loaded == step) else { return };
         self.attempt = Attempt(self.attempt.0 + 1);
-        self.front = Some(InFlight { step, attempt: self.attempt, phase: Phase::Sweeping });
-        out.push(RunCommand::Node(ToNode::Begin { step, attempt: self.attempt }));
+        let attempt = self.attempt;
+        let before = self.tail.as_ref().map_or(&self.ledger, |tail| &tail.ledger);
+        let locked = Arc::clone(&before.locked);
+        self.front = Some(Front { step, attempt, targets, swept: None });
+        out.push(RunCommand::Node(ToNode::Begin { step, attempt, locked }));
         self.load(out);
     }
 
@@ -287,7 +393,7 @@ impl Run {
         if !idle || self.finished {
             return;
         }
-        if self.durable >= self.config.last_step {
+        if self.durable >= self.last_step {
             self.end(End::Completed, out);
         } else if self.fatal {
             self.end(End::Failed, out);

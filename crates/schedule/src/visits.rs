@@ -3,6 +3,11 @@
 //! Forward over the layers, down and up over the head's vocabulary tiles (the last tile is scored
 //! and differentiated in one visit), backward over the layers. All microbatches pass a tile
 //! while its weights are bound.
+//!
+//! Invariants:
+//! - a locked layer has no gradient; what a locked embedding lends to a tied head has none either;
+//! - backward ends at the lowest layer that trains: nothing goes further down, and inputs of the
+//!   layers below it are freed in forward.
 
 use model::{LayerId, LayerKind, LayerTable, Micro, TileSpec};
 
@@ -40,11 +45,19 @@ pub struct Visit {
     pub layer: LayerId,
     pub need: Need,
     pub kind: VisitKind,
+    /// Backward: the weights' own gradient is wanted.
+    pub trains: bool,
+    /// Whether a layer at or below this one trains: in forward the input is needed again, in
+    /// backward a gradient goes on down (not from the lowest layer that trains).
+    pub goes_back: bool,
 }
 
 impl Visit {
     /// The layer whose gradient the visit adds to, if any.
     pub fn gradient(&self) -> Option<LayerId> {
+        if !self.trains {
+            return None;
+        }
         match (self.kind, &self.need) {
             (VisitKind::HeadTurn | VisitKind::HeadBackward, Need::Tile(tile)) => Some(tile.source),
             (VisitKind::HeadNormBackward | VisitKind::Backward | VisitKind::EmbedBackward, _) => {
@@ -56,10 +69,20 @@ impl Visit {
 
     /// Whether the layer's gradient is complete after the visit.
     pub fn completes_gradient(&self) -> bool {
-        matches!(
-            self.kind,
-            VisitKind::HeadNormBackward | VisitKind::Backward | VisitKind::EmbedBackward
-        )
+        self.trains
+            && matches!(
+                self.kind,
+                VisitKind::HeadNormBackward | VisitKind::Backward | VisitKind::EmbedBackward
+            )
+    }
+
+    /// Whether the layer's input is gone after the visit.
+    pub fn consumes_input(&self) -> bool {
+        match self.kind {
+            VisitKind::Forward => !self.goes_back,
+            VisitKind::Backward | VisitKind::HeadNormBackward => true,
+            _ => false,
+        }
     }
 }
 
@@ -86,11 +109,22 @@ pub enum ComputeOp {
     },
     HeadBackward {
         micro: Micro,
+        gradient: bool,
     },
+    /// `dx`: a gradient goes on to the layer below.
     HeadNormBackward {
         micro: Micro,
+        gradient: bool,
+        dx: bool,
     },
     Backward {
+        layer: LayerId,
+        micro: Micro,
+        gradient: bool,
+        dx: bool,
+    },
+    /// The layer's input is not needed again.
+    Free {
         layer: LayerId,
         micro: Micro,
     },
@@ -104,28 +138,51 @@ pub enum ComputeOp {
     },
 }
 
-/// All visits of one step, forward then backward.
-pub fn sweep(table: &LayerTable) -> Vec<Visit> {
+/// All visits of one step, forward then backward; `locked` by layer.
+///
+/// # Panics
+/// If no layer trains.
+pub fn sweep(table: &LayerTable, locked: &[bool]) -> Vec<Visit> {
+    assert_eq!(locked.len(), table.len(), "locks of another model");
+    let Some(lowest) = locked.iter().position(|locked| !locked) else {
+        panic!("a step in which every layer is locked")
+    };
     let decoders = || table.layers().iter().filter(|l| l.kind == LayerKind::Decoder);
     let whole = |id: LayerId| Need::Tile(table.tiles(id).remove(0));
-    let at = |layer, need, kind| Visit { layer, need, kind };
+    let trains = |id: LayerId| !locked[id.index()];
+    let forward = |layer: LayerId, need, kind| {
+        let goes_back = layer.index() >= lowest;
+        Visit { layer, need, kind, trains: false, goes_back }
+    };
+    let backward = |layer: LayerId, need, kind| {
+        let goes_back = layer.index() > lowest;
+        Visit { layer, need, kind, trains: trains(layer), goes_back }
+    };
     let (embedding, head) = (table.embedding(), table.head());
 
-    let mut visits = vec![at(embedding, Need::EmbeddingRows, VisitKind::Embed)];
-    visits.extend(decoders().map(|l| at(l.id, whole(l.id), VisitKind::Forward)));
-    visits.push(at(head, whole(head), VisitKind::HeadNorm));
-    visits.extend(head_visits(table));
-    visits.push(at(head, whole(head), VisitKind::HeadNormBackward));
-    visits.extend(decoders().rev().map(|l| at(l.id, whole(l.id), VisitKind::Backward)));
-    visits.push(at(embedding, Need::Nothing, VisitKind::EmbedBackward));
+    let mut visits = vec![forward(embedding, Need::EmbeddingRows, VisitKind::Embed)];
+    visits.extend(decoders().map(|l| forward(l.id, whole(l.id), VisitKind::Forward)));
+    visits.push(forward(head, whole(head), VisitKind::HeadNorm));
+    visits.extend(head_visits(table, &trains));
+    visits.push(backward(head, whole(head), VisitKind::HeadNormBackward));
+    let above = decoders().rev().filter(|l| l.id.index() >= lowest);
+    visits.extend(above.map(|l| backward(l.id, whole(l.id), VisitKind::Backward)));
+    if trains(embedding) {
+        visits.push(backward(embedding, Need::Nothing, VisitKind::EmbedBackward));
+    }
     visits
 }
 
-fn head_visits(table: &LayerTable) -> Vec<Visit> {
+fn head_visits(table: &LayerTable, trains: &dyn Fn(LayerId) -> bool) -> Vec<Visit> {
     let mut tiles = table.tiles(table.head());
     let Some(last) = tiles.pop() else { return Vec::new() };
-    let at =
-        |tile: &TileSpec, kind| Visit { layer: table.head(), need: Need::Tile(tile.clone()), kind };
+    let at = |tile: &TileSpec, kind| Visit {
+        layer: table.head(),
+        need: Need::Tile(tile.clone()),
+        kind,
+        trains: kind != VisitKind::HeadScore && trains(tile.source),
+        goes_back: true,
+    };
     let projection = &tiles[1..];
     let scores = projection.iter().map(|t| at(t, VisitKind::HeadScore));
     let turn = std::iter::once(at(&last, VisitKind::HeadTurn));
@@ -141,30 +198,35 @@ pub(crate) fn ops(
     keep: impl Fn(Micro) -> bool,
     spill: impl Fn(LayerId) -> bool,
 ) -> Vec<ComputeOp> {
-    let layer = visit.layer;
-    let each = |op: &dyn Fn(Micro) -> ComputeOp| (0..micros).map(|m| op(Micro(m))).collect();
-    let mut ops: Vec<ComputeOp> = match visit.kind {
-        VisitKind::Embed => each(&|micro| ComputeOp::Embed { micro }),
-        VisitKind::Forward => each(&|micro| ComputeOp::Forward { layer, micro, keep: keep(micro) }),
-        VisitKind::HeadNorm => each(&|micro| ComputeOp::HeadNorm { micro }),
-        VisitKind::HeadScore => each(&|micro| ComputeOp::HeadScore { micro, keep: keep(micro) }),
-        VisitKind::HeadTurn => (0..micros)
-            .map(Micro)
-            .flat_map(|micro| {
-                [
-                    ComputeOp::HeadScore { micro, keep: true },
-                    ComputeOp::HeadLoss { micro },
-                    ComputeOp::HeadBackward { micro },
-                ]
-            })
-            .collect(),
-        VisitKind::HeadBackward => each(&|micro| ComputeOp::HeadBackward { micro }),
-        VisitKind::HeadNormBackward => each(&|micro| ComputeOp::HeadNormBackward { micro }),
-        VisitKind::Backward => each(&|micro| ComputeOp::Backward { layer, micro }),
-        VisitKind::EmbedBackward => each(&|micro| ComputeOp::EmbedBackward { micro }),
-    };
+    let mut ops: Vec<ComputeOp> =
+        (0..micros).flat_map(|m| micro_ops(visit, Micro(m), &keep)).collect();
     if visit.completes_gradient() {
-        ops.push(ComputeOp::TakeGradient { layer, spill: spill(layer) });
+        ops.push(ComputeOp::TakeGradient { layer: visit.layer, spill: spill(visit.layer) });
     }
     ops
 }
+
+fn micro_ops(visit: &Visit, micro: Micro, keep: &impl Fn(Micro) -> bool) -> Vec<ComputeOp> {
+    let (layer, gradient, dx) = (visit.layer, visit.trains, visit.goes_back);
+    match visit.kind {
+        VisitKind::Embed => vec![ComputeOp::Embed { micro }],
+        VisitKind::Forward if visit.consumes_input() => {
+            vec![ComputeOp::Forward { layer, micro, keep: false }, ComputeOp::Free { layer, micro }]
+        }
+        VisitKind::Forward => vec![ComputeOp::Forward { layer, micro, keep: keep(micro) }],
+        VisitKind::HeadNorm => vec![ComputeOp::HeadNorm { micro }],
+        VisitKind::HeadScore => vec![ComputeOp::HeadScore { micro, keep: keep(micro) }],
+        VisitKind::HeadTurn => vec![
+            ComputeOp::HeadScore { micro, keep: true },
+            ComputeOp::HeadLoss { micro },
+            ComputeOp::HeadBackward { micro, gradient },
+        ],
+        VisitKind::HeadBackward => vec![ComputeOp::HeadBackward { micro, gradient }],
+        VisitKind::HeadNormBackward => vec![ComputeOp::HeadNormBackward { micro, gradient, dx }],
+        VisitKind::Backward => vec![ComputeOp::Backward { layer, micro, gradient, dx }],
+        VisitKind::EmbedBackward => vec![ComputeOp::EmbedBackward { micro }],
+    }
+}
+
+#[cfg(test)]
+mod tests;

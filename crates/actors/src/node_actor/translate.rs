@@ -47,7 +47,7 @@ pub(super) fn layer_and_sweep(op: ComputeOp, head: LayerId) -> (LayerId, bool) {
     match op {
         ComputeOp::Embed { .. } => (LayerId(0), false),
         ComputeOp::EmbedBackward { .. } => (LayerId(0), true),
-        ComputeOp::Forward { layer, .. } => (layer, false),
+        ComputeOp::Forward { layer, .. } | ComputeOp::Free { layer, .. } => (layer, false),
         ComputeOp::Backward { layer, .. } | ComputeOp::TakeGradient { layer, .. } => (layer, true),
         ComputeOp::HeadNorm { .. } | ComputeOp::HeadScore { .. } | ComputeOp::HeadLoss { .. } => {
             (head, false)
@@ -96,34 +96,35 @@ pub(super) fn commands(
         ComputeOp::HeadLoss { micro } => {
             vec![Command::HeadLoss { stats: stats(micro), labels: labels(micro) }]
         }
-        ComputeOp::HeadBackward { micro } => vec![Command::HeadBackward {
+        ComputeOp::HeadBackward { micro, gradient } => vec![Command::HeadBackward {
             weights,
             h: hidden(micro),
             stats: stats(micro),
             labels: labels(micro),
             dh: hidden_gradient(micro),
             scale: batch.scale(),
-            gradient: true,
+            gradient,
         }],
-        ComputeOp::HeadNormBackward { micro } => vec![
+        ComputeOp::HeadNormBackward { micro, gradient, dx } => vec![
             Command::HeadNormBackward {
                 weights,
                 x: input(head, micro),
                 dh: hidden_gradient(micro),
-                dx: Some(input_gradient(head, micro)),
-                gradient: true,
+                dx: dx.then(|| input_gradient(head, micro)),
+                gradient,
             },
             Command::Free { id: hidden(micro) },
             Command::Free { id: stats(micro) },
         ],
-        ComputeOp::Backward { layer, micro } => vec![Command::Backward {
+        ComputeOp::Backward { layer, micro, gradient, dx } => vec![Command::Backward {
             weights,
             shape: batch.shape(),
             x: input(layer, micro),
             dy: input_gradient(next(layer), micro),
-            dx: Some(input_gradient(layer, micro)),
-            gradient: true,
+            dx: dx.then(|| input_gradient(layer, micro)),
+            gradient,
         }],
+        ComputeOp::Free { layer, micro } => vec![Command::Free { id: input(layer, micro) }],
         ComputeOp::EmbedBackward { micro } => vec![Command::EmbedBackward {
             tokens: Arc::clone(&batch.micro(micro).tokens),
             dy: input_gradient(LayerId(1), micro),

@@ -26,6 +26,10 @@ pub(super) struct ChunkOutput {
     pub(super) hashes: [u64; 3],
     /// Of the state that it was computed from, to be compared before anything is written.
     pub(super) read_hashes: [u64; 3],
+    /// Nothing in the new state is infinite or not a number.
+    pub(super) finite: bool,
+    /// Squares of the new weights, if they were asked for.
+    pub(super) weights: Option<NormTree>,
 }
 
 /// The gradient a chunk is updated with.
@@ -41,7 +45,7 @@ pub(super) fn sum_of_squares(gradient: &Gradient) -> f64 {
         Gradient::Dense(values) => values.f32s(),
         Gradient::Rows { values, .. } => values.f32s(),
     };
-    let trees: Vec<NormTree> = values
+    let pieces: Vec<NormTree> = values
         .par_chunks(NORM_PIECE)
         .map(|piece| {
             let mut tree = NormTree::new();
@@ -49,13 +53,18 @@ pub(super) fn sum_of_squares(gradient: &Gradient) -> f64 {
             tree
         })
         .collect();
+    join(&pieces)
+}
+
+/// Sum of squares of a layer from those of its chunks, in their order; zero without any.
+pub(super) fn join(chunks: &[NormTree]) -> f64 {
     let mut whole = NormTree::new();
-    trees.iter().for_each(|tree| whole.append(tree));
+    chunks.iter().for_each(|chunk| whole.append(chunk));
     whole.sum()
 }
 
-/// New state of a chunk: piece by piece, so that what is read is hashed, computed on and hashed
-/// again while it is in cache.
+/// New state of a chunk: piece by piece, so that what is read is hashed, computed on, hashed again
+/// and looked at while it is in cache. `weigh`: the new weights are square-summed.
 pub(super) fn update(
     layer: &LayerSpec,
     chunk: usize,
@@ -63,20 +72,27 @@ pub(super) fn update(
     state: &StateChunk,
     gradient: &GradientPart,
     budget: &Budget,
+    weigh: bool,
 ) -> Result<ChunkOutput, Failure> {
     let block = || budget.block(state.weight.len());
     let mut new = StateChunk { weight: block()?, exp_avg: block()?, exp_avg_sq: block()? };
     let (mut read, mut written) = (ChunkHasher::default(), ChunkHasher::default());
+    let (mut finite, mut weights) = (true, weigh.then(NormTree::new));
     let first = chunk * ELEMENTS;
     let end = first + state.weight.len() / 4;
     for start in (first..end).step_by(PIECE) {
         let piece = start..(start + PIECE).min(end);
-        let bytes = (piece.start - first) * 4..(piece.end - first) * 4;
+        let local = piece.start - first..piece.end - first;
+        let bytes = local.start * 4..local.end * 4;
         read.feed(state, bytes.clone());
         update_piece(layer, first, &piece, prepared, state, gradient, &mut new);
         written.feed(&new, bytes);
+        let planes = [&new.weight, &new.exp_avg, &new.exp_avg_sq];
+        finite &= planes.iter().all(|plane| optim::is_finite(&plane.f32s()[local.clone()]));
+        weights.iter_mut().for_each(|tree| tree.feed(&new.weight.f32s()[local.clone()]));
     }
-    Ok(ChunkOutput { bytes: new, hashes: written.finish(), read_hashes: read.finish() })
+    let (hashes, read_hashes) = (written.finish(), read.finish());
+    Ok(ChunkOutput { bytes: new, hashes, read_hashes, finite, weights })
 }
 
 /// Updates `piece` (elements of the layer) of the chunk that starts at `first`.

@@ -147,6 +147,21 @@ pub(crate) fn step(
     scale: f32,
     options: Options,
 ) -> (f64, Vec<Vec<f32>>) {
+    let layers = LayerTable::new(config).len();
+    let (loss, gradients) = step_locked(config, shape, scale, options, &vec![false; layers]);
+    (loss, gradients.into_iter().flatten().collect())
+}
+
+/// The same where some layers are locked: they have no gradient, and backward ends at the lowest
+/// one that is not.
+pub(crate) fn step_locked(
+    config: &ModelConfig,
+    shape: MicroShape,
+    scale: f32,
+    options: Options,
+    locked: &[bool],
+) -> (f64, Vec<Option<Vec<f32>>>) {
+    let lowest = locked.iter().position(|locked| !locked).unwrap();
     let mut bench = Bench::new(config, options.threads);
     let rows = shape.rows / options.micros;
     let micro = MicroShape { rows, seq_len: shape.seq_len };
@@ -167,8 +182,16 @@ pub(crate) fn step(
             bench.run(Command::Forward { weights, shape: micro, x, y, keep: options.keep });
         }
     }
-    let loss = head(&mut bench, &targets, scale, boundary(last, 0).0, options.keep);
-    for layer in (1..last).rev() {
+    let projection = if bench.table.tied() { 0 } else { last };
+    let asks = HeadAsks {
+        scale,
+        keep: options.keep,
+        projection: !locked[projection],
+        norm: !locked[last],
+        dx: last > lowest,
+    };
+    let loss = head(&mut bench, &targets, boundary(last, 0).0, asks);
+    for layer in (lowest.max(1)..last).rev() {
         let weights = WeightsId((layer as u64) << 32);
         for m in 0..ids.len() {
             let (x, d) = (boundary(layer, m), boundary(90, m));
@@ -177,21 +200,41 @@ pub(crate) fn step(
                 shape: micro,
                 x,
                 dy: d,
-                dx: Some(d),
-                gradient: true,
+                dx: (layer > lowest).then_some(d),
+                gradient: !locked[layer],
             });
         }
         bench.run(Command::Unbind { id: weights });
     }
-    for (m, ids) in ids.iter().enumerate() {
+    for (m, ids) in ids.iter().enumerate().filter(|_| !locked[0]) {
         bench.run(Command::EmbedBackward { tokens: Arc::clone(ids), dy: boundary(90, m) });
     }
-    let gradients = (0..=last).map(|l| bench.gradient(LayerId(l as u32))).collect();
+    for layer in (0..=last).filter(|&layer| locked[layer]) {
+        let none = bench.call(Command::TakeGradient { layer: LayerId(layer as u32) });
+        assert!(matches!(none, Err(DeviceError::Unknown { .. })), "layer {layer}: {none:?}");
+    }
+    if lowest > 0 {
+        let left = bench.call(Command::Get { id: boundary(90, 0) });
+        assert!(matches!(left, Err(DeviceError::Unknown { .. })), "nothing goes down: {left:?}");
+    }
+    let of = |layer: usize| (!locked[layer]).then(|| bench.gradient(LayerId(layer as u32)));
+    let gradients = (0..=last).map(of).collect();
     (loss, gradients)
 }
 
+/// What the head's backward is asked for.
+#[derive(Clone, Copy)]
+struct HeadAsks {
+    scale: f32,
+    keep: bool,
+    projection: bool,
+    norm: bool,
+    dx: bool,
+}
+
 /// Score, loss and backward of the head; gradients arrive in tensors 9000 + m.
-fn head(bench: &mut Bench, targets: &[Arc<[u32]>], scale: f32, first_x: u64, keep: bool) -> f64 {
+fn head(bench: &mut Bench, targets: &[Arc<[u32]>], first_x: u64, asks: HeadAsks) -> f64 {
+    let HeadAsks { scale, keep, .. } = asks;
     let head = bench.table.head();
     let micros = 0..targets.len() as u64;
     let norm = bench.bind(head, 0);
@@ -227,15 +270,16 @@ fn head(bench: &mut Bench, targets: &[Arc<[u32]>], scale: f32, first_x: u64, kee
                 labels,
                 dh,
                 scale,
-                gradient: true,
+                gradient: asks.projection,
             });
         }
     }
     for m in micros {
         bench.run(Command::Free { id: h(m) });
         bench.run(Command::Free { id: stats(m) });
-        let (x, dx) = (TensorId(first_x + m), Some(TensorId(9000 + m)));
-        bench.run(Command::HeadNormBackward { weights: norm, x, dh: dh(m), dx, gradient: true });
+        let (x, dx) = (TensorId(first_x + m), asks.dx.then_some(TensorId(9000 + m)));
+        let gradient = asks.norm;
+        bench.run(Command::HeadNormBackward { weights: norm, x, dh: dh(m), dx, gradient });
     }
     loss
 }

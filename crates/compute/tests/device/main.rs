@@ -8,4 +8,5 @@ mod errors;
 mod golden;
 mod harness;
 mod layers;
+mod locks;
 mod memory;

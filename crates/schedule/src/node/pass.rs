@@ -1,13 +1,17 @@
 //! [`Pass`]: how far the two sweeps of one attempt have come.
 
+use std::sync::Arc;
+
 use model::{Attempt, LayerId, Micro, Step};
 
-use crate::VisitId;
+use crate::{Visit, VisitId};
 
 #[derive(Debug)]
 pub(super) struct Pass {
     pub(super) step: Step,
     pub(super) attempt: Attempt,
+    /// What the sweeps consist of, which follows from what is locked.
+    pub(super) visits: Vec<Visit>,
     /// Index of the next visit whose weights are read.
     pub(super) next_stream: usize,
     /// Index of the next visit whose work is enqueued at the device.
@@ -22,14 +26,23 @@ pub(super) struct Pass {
     unparked: Vec<u32>,
     rows_ready: Vec<bool>,
     losses: Vec<Option<f64>>,
+    /// Square sums of gradients; zero for locked layers.
     sums: Vec<Option<f64>>,
 }
 
 impl Pass {
-    pub(super) fn new(step: Step, attempt: Attempt, micros: u32, layers: usize) -> Pass {
+    pub(super) fn new(
+        step: Step,
+        attempt: Attempt,
+        micros: u32,
+        visits: Vec<Visit>,
+        locked: &[bool],
+    ) -> Pass {
+        let layers = locked.len();
         Pass {
             step,
             attempt,
+            visits,
             next_stream: 0,
             next_compute: 0,
             buffers: 0,
@@ -39,7 +52,7 @@ impl Pass {
             unparked: vec![0; layers],
             rows_ready: vec![false; micros as usize],
             losses: vec![None; micros as usize],
-            sums: vec![None; layers],
+            sums: locked.iter().map(|&locked| locked.then_some(0.0)).collect(),
         }
     }
 
@@ -104,8 +117,10 @@ impl Pass {
         self.sums[layer.index()] = Some(sum_of_squares);
     }
 
+    /// Done with its arithmetic, and with every buffer: the next pass has them all.
     pub(super) fn is_finished(&self) -> bool {
-        self.losses.iter().all(Option::is_some) && self.sums.iter().all(Option::is_some)
+        let computed = self.losses.iter().all(Option::is_some);
+        computed && self.sums.iter().all(Option::is_some) && self.buffers == 0
     }
 
     /// Sum over microbatches, in their order.
@@ -113,8 +128,8 @@ impl Pass {
         self.losses.iter().flatten().sum()
     }
 
-    /// Sum over layers, in forward order.
-    pub(super) fn sum_of_squares(&self) -> f64 {
-        self.sums.iter().flatten().sum()
+    /// By layer.
+    pub(super) fn sums(&self) -> Arc<[f64]> {
+        self.sums.iter().map(|sum| sum.unwrap_or(0.0)).collect()
     }
 }

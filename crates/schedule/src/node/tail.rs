@@ -1,6 +1,7 @@
 //! [`Tail`]: a step on its way from gradients to a commit.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use model::{Attempt, LayerId, Step};
 
@@ -13,7 +14,11 @@ pub(super) struct Tail {
     pub(super) attempt: Attempt,
     waiting: VecDeque<LayerId>,
     in_flight: usize,
+    /// By layer: not part of the step.
+    locked: Arc<[bool]>,
     updated: Vec<bool>,
+    /// Square sums of new weights.
+    weights: Vec<f64>,
     sync: Sync,
 }
 
@@ -25,18 +30,27 @@ enum Sync {
 }
 
 impl Tail {
-    pub(super) fn new(step: Step, attempt: Attempt, layers: usize) -> Tail {
+    pub(super) fn new(step: Step, attempt: Attempt, locked: Arc<[bool]>) -> Tail {
         Tail {
             step,
             attempt,
             waiting: VecDeque::new(),
             in_flight: 0,
-            updated: vec![false; layers],
+            updated: vec![false; locked.len()],
+            weights: vec![0.0; locked.len()],
+            locked,
             sync: Sync::NotStarted,
         }
     }
 
+    /// The layers that the step changes, in forward order.
+    pub(super) fn layers(&self) -> impl Iterator<Item = LayerId> + use<> {
+        let locked = Arc::clone(&self.locked);
+        (0..locked.len()).filter(move |&i| !locked[i]).map(|i| LayerId(i as u32))
+    }
+
     pub(super) fn enqueue(&mut self, layer: LayerId) {
+        assert!(!self.locked[layer.index()], "layer {layer} is locked and has a gradient");
         self.waiting.push_back(layer);
     }
 
@@ -49,10 +63,19 @@ impl Tail {
         Some(layer)
     }
 
-    pub(super) fn updated(&mut self, layer: LayerId) {
+    pub(super) fn updated(&mut self, layer: LayerId, weights: f64) {
         assert!(!self.updated[layer.index()], "layer {layer} was updated twice in one step");
         self.updated[layer.index()] = true;
+        self.weights[layer.index()] = weights;
         self.in_flight -= 1;
+    }
+
+    pub(super) fn weights(&self) -> Arc<[f64]> {
+        self.weights.as_slice().into()
+    }
+
+    pub(super) fn is_locked(&self, layer: LayerId) -> bool {
+        self.locked[layer.index()]
     }
 
     pub(super) fn is_updated(&self, layer: LayerId) -> bool {
@@ -61,7 +84,8 @@ impl Tail {
 
     /// Whether it is time to sync; true once.
     pub(super) fn start_sync(&mut self) -> bool {
-        let start = self.sync == Sync::NotStarted && self.updated.iter().all(|&u| u);
+        let start =
+            self.sync == Sync::NotStarted && self.layers().all(|layer| self.is_updated(layer));
         if start {
             self.sync = Sync::Started;
         }

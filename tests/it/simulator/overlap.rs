@@ -2,11 +2,11 @@
 
 use super::*;
 
-const UNIT: Time = 1_000_000;
+pub(super) const UNIT: Time = 1_000_000;
 
 /// I/O by the bytes per parameter of a fused step: 4 read forward; 4 read backward and 20 moved by
 /// the update. In both sweeps a layer's I/O takes as long as its compute.
-fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
+pub(super) fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
     Setup {
         layers: 32,
         tied: true,
@@ -24,8 +24,14 @@ fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
             park: UNIT,
         },
         faults_per_million: 0,
+        deaths_per_million: 0,
         jitter_percent: 0,
         bad_batch: 0,
+        locked: Vec::new(),
+        counters: BTreeMap::new(),
+        guard: Guard::default(),
+        auto_lock: None,
+        data: Data::default(),
         seed: 0,
     }
 }
@@ -119,7 +125,7 @@ fn a_stop_ends_the_run_at_a_committed_step() {
         world.at(when, Happening::Run(RunEvent::StopRequested));
         assert_eq!(world.run(), End::Stopped, "seed {seed}");
         assert!(world.durable_at.len() < 50);
-        assert_eq!(world.run.durable(), Step(world.durable_at.len() as u64));
+        assert_eq!(world.process.run.durable(), Step(world.durable_at.len() as u64));
     }
 }
 

@@ -1,0 +1,160 @@
+//! What is visited, and what the device does there, for every set of locks.
+
+use model::ModelConfig;
+
+use super::*;
+
+fn table(layers: usize, tied: bool) -> LayerTable {
+    // Three tiles of vocabulary.
+    let config = ModelConfig::from_json(&format!(
+        r#"{{"model_type":"llama","vocab_size":20000,"hidden_size":64,"intermediate_size":128,
+            "num_hidden_layers":{layers},"num_attention_heads":4,"tie_word_embeddings":{tied}}}"#
+    ));
+    LayerTable::new(&config.unwrap())
+}
+
+/// Every set of locks that leaves something to train.
+fn every_lock(layers: usize) -> impl Iterator<Item = Vec<bool>> {
+    (0..(1u32 << layers) - 1).map(move |bits| (0..layers).map(|l| bits >> l & 1 == 1).collect())
+}
+
+fn all_ops(visits: &[Visit], micros: u32) -> Vec<ComputeOp> {
+    visits.iter().flat_map(|visit| ops(visit, micros, |_| true, |_| false)).collect()
+}
+
+/// Runs the operations on names of tensors only, as the device would.
+#[derive(Default)]
+struct Names {
+    inputs: Vec<(LayerId, Micro)>,
+    /// Gradients on their way down, by the layer whose output they belong to.
+    down: Vec<(LayerId, Micro)>,
+    dh: Vec<Micro>,
+    gradients: Vec<LayerId>,
+    taken: Vec<LayerId>,
+}
+
+impl Names {
+    fn take<T: PartialEq + std::fmt::Debug>(from: &mut Vec<T>, what: &T) {
+        let at = from.iter().position(|have| have == what);
+        from.remove(at.unwrap_or_else(|| panic!("{what:?} is not there")));
+    }
+
+    fn run(&mut self, op: ComputeOp, source: LayerId, head: LayerId) {
+        let above = |layer: LayerId| LayerId(layer.0 + 1);
+        let below = |layer: LayerId| LayerId(layer.0 - 1);
+        match op {
+            ComputeOp::Embed { micro } => self.inputs.push((LayerId(1), micro)),
+            ComputeOp::Forward { layer, micro, .. } => {
+                assert!(self.inputs.contains(&(layer, micro)), "{op:?}");
+                self.inputs.push((above(layer), micro));
+            }
+            ComputeOp::Free { layer, micro } => Names::take(&mut self.inputs, &(layer, micro)),
+            ComputeOp::HeadNorm { micro } => assert!(self.inputs.contains(&(head, micro))),
+            ComputeOp::HeadScore { .. } | ComputeOp::HeadLoss { .. } => {}
+            ComputeOp::HeadBackward { micro, gradient } => {
+                if !self.dh.contains(&micro) {
+                    self.dh.push(micro);
+                }
+                self.gradients.extend(gradient.then_some(source));
+            }
+            ComputeOp::HeadNormBackward { micro, gradient, dx } => {
+                Names::take(&mut self.dh, &micro);
+                Names::take(&mut self.inputs, &(head, micro));
+                self.gradients.extend(gradient.then_some(head));
+                self.down.extend(dx.then(|| (below(head), micro)));
+            }
+            ComputeOp::Backward { layer, micro, gradient, dx } => {
+                Names::take(&mut self.inputs, &(layer, micro));
+                Names::take(&mut self.down, &(layer, micro));
+                self.gradients.extend(gradient.then_some(layer));
+                self.down.extend(dx.then(|| (below(layer), micro)));
+            }
+            ComputeOp::EmbedBackward { micro } => {
+                Names::take(&mut self.down, &(LayerId(0), micro));
+                self.gradients.push(LayerId(0));
+            }
+            ComputeOp::TakeGradient { layer, .. } => {
+                assert!(self.gradients.contains(&layer), "{op:?}");
+                self.gradients.retain(|have| *have != layer);
+                self.taken.push(layer);
+            }
+        }
+    }
+}
+
+#[test]
+fn exactly_the_unlocked_layers_have_gradients_and_nothing_is_left_over() {
+    for (layers, tied, micros) in [(1, true, 1), (1, false, 2), (3, true, 2), (3, false, 1)] {
+        let table = table(layers, tied);
+        for locked in every_lock(table.len()) {
+            let visits = sweep(&table, &locked);
+            let mut names = Names::default();
+            for visit in &visits {
+                let source = match &visit.need {
+                    Need::Tile(tile) => tile.source,
+                    Need::Nothing | Need::EmbeddingRows => visit.layer,
+                };
+                for op in ops(visit, micros, |_| true, |_| false) {
+                    names.run(op, source, table.head());
+                }
+            }
+            let mut taken = names.taken.clone();
+            taken.sort_unstable();
+            let unlocked = (0..table.len()).filter(|&l| !locked[l]);
+            let unlocked: Vec<_> = unlocked.map(|l| LayerId(l as u32)).collect();
+            assert_eq!(taken, unlocked, "{locked:?}");
+            let left = (&names.inputs, &names.down, &names.dh, &names.gradients);
+            assert!(left.0.is_empty() && left.1.is_empty(), "{locked:?}: {left:?}");
+            assert!(left.2.is_empty() && left.3.is_empty(), "{locked:?}: {left:?}");
+        }
+    }
+}
+
+#[test]
+fn backward_ends_at_the_lowest_layer_that_trains() {
+    let table = table(4, true);
+    for locked in every_lock(table.len()) {
+        let lowest = locked.iter().position(|l| !l).unwrap();
+        let visits = sweep(&table, &locked);
+        let backward = |v: &&Visit| matches!(v.kind, VisitKind::Backward);
+        let visited: Vec<usize> = visits.iter().filter(backward).map(|v| v.layer.index()).collect();
+        let wanted: Vec<usize> = (lowest.max(1)..table.len() - 1).rev().collect();
+        assert_eq!(visited, wanted, "{locked:?}");
+        let embeds = visits.iter().any(|v| v.kind == VisitKind::EmbedBackward);
+        assert_eq!(embeds, lowest == 0);
+        for op in all_ops(&visits, 1) {
+            if let ComputeOp::Backward { layer, dx, .. } = op {
+                assert_eq!(dx, layer.index() > lowest, "{locked:?}");
+            }
+            if let ComputeOp::Free { layer, .. } = op {
+                assert!(layer.index() < lowest, "{locked:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tied_projection_locks_with_the_embedding() {
+    let head_gradients = |tied: bool, locked: [bool; 3]| {
+        let ops = all_ops(&sweep(&table(1, tied), &locked), 1);
+        let of = |op: &ComputeOp| match op {
+            ComputeOp::HeadBackward { gradient, .. } => Some(*gradient),
+            _ => None,
+        };
+        let projection: Vec<bool> = ops.iter().filter_map(of).collect();
+        assert!(projection.len() == 3 && projection.windows(2).all(|w| w[0] == w[1]));
+        let norm =
+            |op: &ComputeOp| matches!(op, ComputeOp::HeadNormBackward { gradient: true, .. });
+        (projection[0], ops.iter().any(norm))
+    };
+    assert_eq!(head_gradients(true, [true, false, false]), (false, true));
+    assert_eq!(head_gradients(true, [false, false, true]), (true, false));
+    assert_eq!(head_gradients(false, [true, false, false]), (true, true));
+    assert_eq!(head_gradients(false, [false, false, true]), (false, false));
+}
+
+#[test]
+#[should_panic(expected = "every layer is locked")]
+fn a_step_without_a_layer_to_train_is_a_programmers_error() {
+    sweep(&table(1, true), &[true; 3]);
+}

@@ -1,0 +1,113 @@
+//! What a node's commands do to the world.
+
+use super::*;
+
+impl World {
+    pub(super) fn carry_out(&mut self, command: NodeCommand) {
+        let costs = self.setup.costs;
+        match command {
+            NodeCommand::Gather { attempt, micro, layer, slot } => {
+                self.check_read(attempt, layer, slot);
+                let event = NodeEvent::RowsReady { attempt, micro };
+                self.occupy(Resource::Disk, 1, attempt, event);
+            }
+            NodeCommand::StreamIn { attempt, visit, layer, slot, .. } => {
+                self.check_read(attempt, layer, slot);
+                let decoder = matches!(
+                    self.process.node.visit(attempt, visit).unwrap().kind,
+                    VisitKind::Forward | VisitKind::Backward
+                );
+                let time = if decoder { costs.read } else { 1 };
+                self.occupy(Resource::Disk, time, attempt, NodeEvent::Streamed { attempt, visit });
+            }
+            NodeCommand::Park { attempt, layer, micro } => {
+                self.process.parking.insert((layer, micro));
+                let event = NodeEvent::Parked { attempt, layer, micro };
+                self.occupy(Resource::Writer, self.setup.costs.park, attempt, event);
+            }
+            NodeCommand::Unpark { attempt, layer, micro } => {
+                let away = !self.process.parking.contains(&(layer, micro));
+                assert!(away, "an input is read before it is written");
+                let event = NodeEvent::Unparked { attempt, layer, micro };
+                self.occupy(Resource::Disk, 1, attempt, event);
+            }
+            NodeCommand::Compute { attempt, op, .. } => self.compute(attempt, op),
+            NodeCommand::Unbind { attempt, visit } => {
+                self.occupy(Resource::Device, 0, attempt, NodeEvent::Unbound { attempt, visit });
+            }
+            NodeCommand::Update { step, attempt, layer, from, to } => {
+                self.update(step, attempt, layer, from, to);
+            }
+            NodeCommand::Sync { attempt, slots } => {
+                let end = self.start_of(Resource::Disk) + 1;
+                self.process.busy_until.insert(Resource::Disk, end);
+                self.at(end, Happening::Synced { attempt, slots });
+            }
+            NodeCommand::Drain { attempt } => {
+                // A drained optimizer forgets every update, an older attempt's too.
+                let forgotten =
+                    |h: &Happening| matches!(h, Happening::Wrote { .. } | Happening::Synced { .. });
+                self.process.happenings.retain(|_, h| !forgotten(h));
+                self.process.parking.clear();
+                let until = self.process.in_flight_until.max(self.now) + 1;
+                self.disk.drained();
+                self.at(until, Happening::Node(NodeEvent::Drained { attempt }));
+            }
+            NodeCommand::Report(report) => self.report(report),
+        }
+    }
+
+    fn report(&mut self, report: FromNode) {
+        self.after(1, Happening::Run(RunEvent::Node(report)));
+    }
+
+    fn compute(&mut self, attempt: Attempt, op: ComputeOp) {
+        let micros = u64::from(self.setup.micros);
+        let time = match op {
+            ComputeOp::Forward { .. } => self.setup.costs.forward / micros,
+            ComputeOp::Backward { .. } => self.setup.costs.backward / micros,
+            _ => 0,
+        };
+        let (step, locked) = self.process.attempts[&attempt].clone();
+        let data = &self.setup.data;
+        let event = match op {
+            ComputeOp::HeadLoss { micro } => {
+                let loss = data.loss(step) * TARGETS as f64 / micros as f64;
+                NodeEvent::Loss { attempt, micro, loss }
+            }
+            ComputeOp::TakeGradient { layer, .. } => {
+                assert!(!locked[layer.index()], "layer {layer} is locked and has a gradient");
+                let sum_of_squares = data.gradient(step, layer);
+                NodeEvent::Measured { attempt, layer, sum_of_squares }
+            }
+            _ => return self.occupy_silently(time),
+        };
+        self.occupy(Resource::Device, time, attempt, event);
+    }
+
+    /// Device work that nobody waits for by itself.
+    fn occupy_silently(&mut self, time: Time) {
+        let end = self.start_of(Resource::Device) + self.vary(time);
+        self.process.busy_until.insert(Resource::Device, end);
+        self.process.in_flight_until = self.process.in_flight_until.max(end);
+    }
+
+    fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
+        let digest = self.disk.start_update((step, attempt), layer, from, to);
+        let end = self.start_of(Resource::Disk) + self.vary(self.setup.costs.update);
+        self.process.busy_until.insert(Resource::Disk, end);
+        self.process.in_flight_until = self.process.in_flight_until.max(end);
+        let happening = if self.fails() {
+            Happening::Node(NodeEvent::Failed { attempt, fatal: false })
+        } else if !self.setup.data.update_is_finite(step, layer) {
+            Happening::Run(RunEvent::Node(FromNode::NotFinite { step, attempt }))
+        } else {
+            Happening::Wrote { attempt, step, layer, slot: to, digest }
+        };
+        self.at(end, happening);
+    }
+
+    fn check_read(&self, attempt: Attempt, layer: LayerId, slot: Slot) {
+        self.disk.check_read(self.process.attempts[&attempt].0, layer, slot);
+    }
+}
