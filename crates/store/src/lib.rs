@@ -37,8 +37,8 @@ pub use create::{NewStore, StoreWriter, create};
 pub use error::{Done, StoreError, blocking, show_bytes};
 pub use hashes::{PlaneHashes, hash};
 pub use io::{
-    Access, AfterUse, Fault, Faulty, FileId, IO_CALLS, Image, Inject, Injection, Io, IoCounters,
-    IoDone, IoError, Lock, LockKind, Memory, Op, OpKind, Part, Target, injected_engine,
+    Access, AfterUse, Fault, Faulty, FileId, Guard, IO_CALLS, Image, Inject, Injection, Io,
+    IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op, OpKind, Part, Target, injected_engine,
     memory_engine, mmap_engine,
 };
 pub use reading::{Damage, ReadingStore, layer_hash};

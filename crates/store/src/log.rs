@@ -17,7 +17,7 @@ use crate::files;
 use crate::hashes::hash;
 use crate::io::{FileId, Handle, Io, IoError};
 use crate::layout::COMMIT_DIR;
-use crate::record::{self, RECORD_MAGIC, RecordKind, State};
+use crate::record::{self, RECORD_MAGIC, RawRecord, RecordKind, State};
 
 const MAGIC: [u8; 8] = *b"FTLOG\r\n\0";
 const VERSION: u32 = 1;
@@ -43,6 +43,9 @@ pub(crate) enum Tail {
     },
 }
 
+/// How a record is read off the start of bytes.
+pub(crate) type Decode = for<'b> fn(u64, &'b [u8]) -> Option<RawRecord<'b>>;
+
 /// What one copy says.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Parsed {
@@ -54,7 +57,8 @@ pub(crate) struct Parsed {
 }
 
 /// Reads one copy of log `number`. The `Err` names something valid that this version cannot use.
-pub(crate) fn parse(number: u64, bytes: &[u8]) -> Result<Parsed, String> {
+/// `decode` is [`record::decode`], but for tests that turn its check off.
+pub(crate) fn parse(number: u64, bytes: &[u8], decode: Decode) -> Result<Parsed, String> {
     let mut parsed = Parsed { last: None, before: None, tail: Tail::Clean };
     if bytes.get(..HEAD_BYTES) != Some(&head(number)) {
         refuse_newer(bytes)?;
@@ -64,7 +68,7 @@ pub(crate) fn parse(number: u64, bytes: &[u8]) -> Result<Parsed, String> {
     let mut at = HEAD_BYTES;
     while at < bytes.len() {
         let next = parsed.last.as_ref().map(|(sequence, _)| sequence.saturating_add(1));
-        let Some(raw) = record::decode(number, &bytes[at..]) else { break };
+        let Some(raw) = decode(number, &bytes[at..]) else { break };
         if next.is_some_and(|next| next != raw.sequence) {
             break;
         }

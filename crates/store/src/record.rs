@@ -127,14 +127,19 @@ pub(crate) fn encode(log: u64, sequence: u64, kind: RecordKind, state: &State) -
 
 /// The record at the start of `bytes`, if there is a whole and valid one.
 pub(crate) fn decode(log: u64, bytes: &[u8]) -> Option<RawRecord<'_>> {
+    let raw = decode_unchecked(log, bytes)?;
+    let (checked, checksum) = bytes[..raw.bytes].split_at(raw.bytes - CHECKSUM_BYTES);
+    let valid = XxHash3_64::oneshot_with_seed(log, checked).to_le_bytes() == checksum;
+    valid.then_some(raw)
+}
+
+/// [`decode`] without its checksum: for tests.
+pub(crate) fn decode_unchecked(_log: u64, bytes: &[u8]) -> Option<RawRecord<'_>> {
     let head = bytes.get(..RECORD_HEAD_BYTES)?;
     let body_bytes = u32::from_le_bytes(head[4..8].try_into().ok()?) as usize;
     let checked = RECORD_HEAD_BYTES.checked_add(body_bytes)?;
     let total = checked.checked_add(CHECKSUM_BYTES)?;
-    let checksum = bytes.get(checked..total)?;
-    if head[..4] != RECORD_MAGIC
-        || XxHash3_64::oneshot_with_seed(log, &bytes[..checked]).to_le_bytes() != checksum
-    {
+    if head[..4] != RECORD_MAGIC || bytes.len() < total {
         return None;
     }
     Some(RawRecord {

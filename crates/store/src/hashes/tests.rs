@@ -43,16 +43,16 @@ proptest! {
         claimed in 0usize..8,
     ) {
         let whole = encode(&chunks);
-        prop_assert_eq!(decode(&whole, chunks.len()), Ok(chunks.clone()));
+        prop_assert_eq!(decode(&whole, chunks.len(), true), Ok(chunks.clone()));
         let mut broken = whole.clone();
         for (at, flip) in flips {
             let at = at.index(broken.len());
             broken[at] ^= flip;
         }
-        prop_assert_eq!(decode(&broken, chunks.len()).is_ok(), broken == whole);
-        prop_assert_eq!(decode(&whole, claimed).is_ok(), claimed == chunks.len());
+        prop_assert_eq!(decode(&broken, chunks.len(), true).is_ok(), broken == whole);
+        prop_assert_eq!(decode(&whole, claimed, true).is_ok(), claimed == chunks.len());
         broken.truncate(cut.index(broken.len()));
-        prop_assert!(decode(&broken, chunks.len()).is_err());
-        prop_assert!(decode(&noise, claimed).is_err());
+        prop_assert!(decode(&broken, chunks.len(), true).is_err());
+        prop_assert!(decode(&noise, claimed, true).is_err());
     }
 }

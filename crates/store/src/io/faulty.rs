@@ -18,8 +18,8 @@ use model::Budget;
 
 use super::memory::overlay;
 use super::{
-    Access, AfterUse, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op,
-    Target,
+    Access, AfterUse, FileId, Guard, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind,
+    Memory, Op, Target,
 };
 use crate::StoreError;
 
@@ -61,6 +61,9 @@ struct State {
     faults: BTreeMap<(OpKind, u64), Fault>,
     freeze: Option<(OpKind, u64)>,
     frozen: bool,
+    off: Option<Guard>,
+    /// Syncs of these paths report success and do nothing.
+    lies: Option<fn(&Path) -> bool>,
     disk: Imagined,
     open: BTreeMap<FileId, usize>,
 }
@@ -117,6 +120,16 @@ impl Faulty {
     /// fails, and what it was writing may or may not be on the disk.
     pub fn freeze_at(&self, kind: OpKind, nth: u64) {
         self.state().freeze = Some((kind, nth));
+    }
+
+    /// Turns a guard of the store off.
+    pub fn turn_off(&self, guard: Guard) {
+        self.state().off = Some(guard);
+    }
+
+    /// Lets every sync of a file or directory that `about` chooses report success and do nothing.
+    pub fn lie(&self, about: fn(&Path) -> bool) {
+        self.state().lies = Some(about);
     }
 
     /// Whether the power failed.
@@ -202,6 +215,10 @@ impl Faulty {
         let mut state = self.state();
         let path = state.path(file);
         match state.judge(OpKind::Sync) {
+            Verdict::Proceed if state.lies_about(&path) => {
+                drop(state);
+                done(Ok(()));
+            }
             Verdict::Proceed => {
                 drop(state);
                 let shared = Arc::clone(&self.state);
@@ -214,6 +231,8 @@ impl Faulty {
                 self.inner.submit(op, Box::new(synced));
             }
             Verdict::Fail(fault) => {
+                // The system lets go of what it could not write: a later sync succeeds without it.
+                state.lose(file);
                 drop(state);
                 done(Err(fault.error("sync", &path).losing_writes()));
             }
@@ -292,6 +311,7 @@ impl Io for Faulty {
     fn sync_dir(&self, dir: &Path) -> Result<(), IoError> {
         let mut state = self.state();
         match state.judge(OpKind::Sync) {
+            Verdict::Proceed if state.lies_about(dir) => Ok(()),
             Verdict::Proceed => {
                 self.inner.sync_dir(dir)?;
                 state.disk.sync_dir(dir);
@@ -364,6 +384,10 @@ impl Io for Faulty {
     fn counters(&self) -> IoCounters {
         self.inner.counters()
     }
+
+    fn is_off(&self, guard: Guard) -> bool {
+        self.state().off == Some(guard)
+    }
 }
 
 impl State {
@@ -398,6 +422,17 @@ impl State {
         }
     }
 
+    fn lies_about(&self, path: &Path) -> bool {
+        self.lies.is_some_and(|about| about(path))
+    }
+
+    /// Unsynced writes of a file never reach the disk.
+    fn lose(&mut self, file: FileId) {
+        if let Some(&node) = self.open.get(&file) {
+            self.disk.nodes[node].pending.clear();
+        }
+    }
+
     fn synced(&mut self, file: FileId) {
         let frozen = self.frozen;
         if let (Some(&node), false) = (self.open.get(&file), frozen) {
@@ -415,8 +450,13 @@ impl Node {
 
     fn after_crash(&self, random: &mut Random) -> Vec<u8> {
         let mut file = self.durable.clone();
+        // A disk may take them in any order.
+        let mut pending: Vec<&(usize, Vec<u8>)> = self.pending.iter().collect();
+        for i in (1..pending.len()).rev() {
+            pending.swap(i, (random.next() % (i as u64 + 1)) as usize);
+        }
         // Whole-write survival is drawn per write, so that "all" and "none" are common as well.
-        for (offset, bytes) in &self.pending {
+        for (offset, bytes) in pending {
             let odds = random.next() % 4;
             let mut at = 0;
             while at < bytes.len() {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use model::Budget;
 
 use super::{
-    Access, AfterUse, FileId, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Target,
+    Access, AfterUse, FileId, Guard, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Target,
 };
 use crate::StoreError;
 
@@ -257,6 +257,10 @@ impl Io for Injected {
 
     fn counters(&self) -> IoCounters {
         self.inner.counters()
+    }
+
+    fn is_off(&self, guard: Guard) -> bool {
+        self.inner.is_off(guard)
     }
 }
 

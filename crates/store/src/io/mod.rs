@@ -129,6 +129,33 @@ pub struct IoCounters {
     pub syncs: u64,
 }
 
+/// What keeps a store whole, one by one. Tests turn one off to see that they notice; nothing else can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guard {
+    /// A record is believed only with its checksum.
+    RecordChecksum,
+    /// A `hashes` file is believed only with its checksum.
+    HashesChecksum,
+    /// A `hashes` file must be the one that the record names.
+    HashesOfRecord,
+    /// A chunk that was read must match its hash.
+    ChunkHash,
+    /// Behind a torn record every live chunk is hashed.
+    LiveBehindTear,
+    /// `config.json` must be the one that the store was created with.
+    ConfigHash,
+    /// A live slot is never written.
+    LiveSlot,
+    /// Nor is one that a commit in flight makes live.
+    PendingSlot,
+    /// Nor is a file that a snapshot has a name for.
+    SecondName,
+    /// A commit names only slots that are finished and synced.
+    FinishedSlots,
+    /// After a lost write nothing is written any more.
+    Poison,
+}
+
 /// A disk. Namespace operations are synchronous, data operations submit and complete.
 pub trait Io: Send + Sync + fmt::Debug + 'static {
     /// Creates a file of `len` zero bytes, open for writing: exclusive, its blocks allocated in
@@ -177,6 +204,10 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     /// On more than [`CHUNK_BYTES`] or a file that is not open: a programmer's error.
     fn submit(&self, op: Op, done: IoDone);
     fn counters(&self) -> IoCounters;
+    /// Whether a test has turned a guard off.
+    fn is_off(&self, _guard: Guard) -> bool {
+        false
+    }
 }
 
 /// An open file that is closed when this drops.

@@ -38,16 +38,19 @@ fn step(parsed: &Parsed) -> Option<u64> {
 #[test]
 fn tails_are_told_apart() {
     let whole = log_of(2, 3);
-    let parsed = parse(2, &whole).unwrap();
+    let parsed = parse(2, &whole, record::decode).unwrap();
     assert_eq!((step(&parsed), parsed.tail), (Some(3), Tail::Clean));
-    let torn = parse(2, &whole[..whole.len() - 1]).unwrap();
+    let torn = parse(2, &whole[..whole.len() - 1], record::decode).unwrap();
     assert_eq!(step(&torn), Some(2));
     assert!(matches!(torn.tail, Tail::Torn { .. }));
     let mut damaged = whole.clone();
     damaged[log_of(2, 1).len() + 30] ^= 1;
     let at = log_of(2, 1).len() as u64;
-    assert_eq!(parse(2, &damaged).unwrap().tail, Tail::Damaged { at, sequence: 13 });
-    let other = parse(3, &whole).unwrap();
+    assert_eq!(
+        parse(2, &damaged, record::decode).unwrap().tail,
+        Tail::Damaged { at, sequence: 13 }
+    );
+    let other = parse(3, &whole, record::decode).unwrap();
     assert_eq!(
         (other.last, other.tail),
         (None, Tail::Torn { at: 0, rotten: false }),
@@ -61,11 +64,11 @@ fn newer_logs_are_refused_by_name() {
     newer[8] = 7;
     let checksum = hash(&newer[..24]).to_le_bytes();
     newer[24..32].copy_from_slice(&checksum);
-    assert!(parse(1, &newer).unwrap_err().contains("version 7"));
+    assert!(parse(1, &newer, record::decode).unwrap_err().contains("version 7"));
     let body = log_of(1, 0);
     for (kind, name) in [(1, "OPEN"), (2, "PREPARED"), (99, "kind 99")] {
         let log = [body.clone(), raw(1, 11, kind, &[])].concat();
-        assert!(parse(1, &log).unwrap_err().contains(name));
+        assert!(parse(1, &log, record::decode).unwrap_err().contains(name));
     }
 }
 
@@ -74,14 +77,14 @@ fn a_repeated_record_is_damage() {
     let mut log = log_of(1, 2);
     let last = log[log_of(1, 1).len()..].to_vec();
     log.extend(last);
-    assert!(matches!(parse(1, &log).unwrap().tail, Tail::Damaged { .. }));
+    assert!(matches!(parse(1, &log, record::decode).unwrap().tail, Tail::Damaged { .. }));
 }
 
 #[test]
 fn the_better_copy_is_chosen() {
     let copy = |steps: u64, cut: usize| {
         let bytes = log_of(1, steps);
-        Ok(parse(1, &bytes[..bytes.len() - cut]).unwrap())
+        Ok(parse(1, &bytes[..bytes.len() - cut], record::decode).unwrap())
     };
     let missing = || Err(String::from("is missing"));
     for (first, second, expected) in [
@@ -104,10 +107,10 @@ fn the_better_copy_is_chosen() {
 fn a_record_behind_damage_that_the_other_copy_lacks_is_not_given_up() {
     let mut damaged = log_of(1, 3);
     damaged[log_of(1, 1).len() + 30] ^= 1;
-    let damaged = || Ok(parse(1, &damaged).unwrap());
-    let lagging = Ok(parse(1, &log_of(1, 2)).unwrap());
+    let damaged = || Ok(parse(1, &damaged, record::decode).unwrap());
+    let lagging = Ok(parse(1, &log_of(1, 2), record::decode).unwrap());
     assert!(choose("1", [damaged(), lagging]).unwrap_err().contains("behind damage"));
-    let whole = Ok(parse(1, &log_of(1, 3)).unwrap());
+    let whole = Ok(parse(1, &log_of(1, 3), record::decode).unwrap());
     assert_eq!(choose("1", [damaged(), whole]).unwrap().state.step.0, 3);
 }
 
@@ -115,7 +118,7 @@ fn a_record_behind_damage_that_the_other_copy_lacks_is_not_given_up() {
 fn copies_that_disagree_are_damage() {
     let with = |step: u64| {
         let record = record::encode(1, 10, RecordKind::Open, &state_of(step));
-        Ok(parse(1, &[&head(1)[..], &record[..]].concat()).unwrap())
+        Ok(parse(1, &[&head(1)[..], &record[..]].concat(), record::decode).unwrap())
     };
     assert!(choose("1", [with(1), with(2)]).unwrap_err().contains("disagree"));
 }
@@ -148,11 +151,11 @@ proptest! {
         }
         broken.truncate(cut.index(broken.len() + 1));
         broken.extend(&noise);
-        if let Ok(Parsed { last: Some((sequence, state)), .. }) = parse(1, &broken) {
+        if let Ok(Parsed { last: Some((sequence, state)), .. }) = parse(1, &broken, record::decode) {
             prop_assert!(sequence >= 10 && sequence <= 10 + steps);
             prop_assert_eq!(state, state_of(sequence - 10));
         }
-        let _ = parse(1, &noise);
+        let _ = parse(1, &noise, record::decode);
     }
 
     #[test]
@@ -165,7 +168,7 @@ proptest! {
             let body = if real { postcard::to_stdvec(&state()).unwrap() } else { body };
             bytes.extend(raw(1, sequence, kind, &body));
         }
-        let parsed = parse(1, &bytes);
+        let parsed = parse(1, &bytes, record::decode);
         if let Ok(Parsed { tail: Tail::Clean, last, .. }) = &parsed {
             prop_assert!(last.is_some());
         }

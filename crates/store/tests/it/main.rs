@@ -2,10 +2,12 @@
 // Everything here is a test, the functions they share included.
 #![allow(clippy::unwrap_used)]
 
+mod campaign;
 mod crash;
 mod damage;
 mod disk;
 mod faults;
 mod history;
 mod lifecycle;
+mod mutations;
 mod support;

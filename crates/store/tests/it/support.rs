@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use model::{Attempt, Budget, HostBytes, LayerId, LayerTable, ModelConfig, Plane, Slot, Step};
 use store::{
-    Access, AfterUse, FileId, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind, Memory,
-    NewStore, Op, ReadingStore, RecordKind, Recovery, StateChunk, StoreError, Target,
+    Access, AfterUse, FileId, Guard, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind,
+    Memory, NewStore, Op, ReadingStore, RecordKind, Recovery, StateChunk, StoreError, Target,
     TrainingStore, blocking, create,
 };
 
@@ -260,5 +260,9 @@ impl Io for HeldSyncs {
 
     fn counters(&self) -> IoCounters {
         self.inner.counters()
+    }
+
+    fn is_off(&self, guard: Guard) -> bool {
+        self.inner.is_off(guard)
     }
 }
