@@ -194,7 +194,12 @@ impl Disk {
             assert_eq!(live, Some((last, true)), "layer {at} after step {}", self.record.step);
             assert_eq!(self.record.t[at], self.record.applied[at].len() as u64);
         }
-        assert!(self.record.ledger.locked.contains(&false), "nothing is left to train");
+        let Record { step, skipped, ledger, .. } = &self.record;
+        let in_a_row = (1..=step.0).rev().take_while(|step| skipped.contains(step)).count();
+        let counter = |name: &str| ledger.counters.get(name).copied().unwrap_or(0);
+        assert_eq!(counter("skipped"), skipped.len() as u64);
+        assert_eq!(counter("skipped_in_a_row"), in_a_row as u64);
+        assert!(ledger.locked.contains(&false), "nothing is left to train");
     }
 
     /// Square sum of the weights that a digest stands for.

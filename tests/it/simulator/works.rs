@@ -41,7 +41,10 @@ impl World {
             NodeCommand::Sync { attempt, slots } => {
                 let end = self.start_of(Resource::Disk) + 1;
                 self.process.busy_until.insert(Resource::Disk, end);
-                self.at(end, Happening::Synced { attempt, slots });
+                let failed = Happening::Node(NodeEvent::Failed { attempt, fatal: false });
+                let happening =
+                    if self.fails() { failed } else { Happening::Synced { attempt, slots } };
+                self.at(end, happening);
             }
             NodeCommand::Drain { attempt } => {
                 // A drained optimizer forgets every update, an older attempt's too.
