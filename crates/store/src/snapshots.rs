@@ -44,6 +44,22 @@ impl Snapshot {
         self.dir.join(file_name(layer, name))
     }
 
+    /// Whether the snapshot's files of a layer are those whose paths `path` gives. Equal contents do
+    /// not say so: a run that went back comes to the same bits in other files.
+    pub(crate) fn shares(
+        &self,
+        io: &dyn Io,
+        layer: &LayerSpec,
+        path: impl Fn(&str) -> PathBuf,
+    ) -> Result<bool, StoreError> {
+        for name in slot_files() {
+            if !io.is_same(&self.path(layer, &name), &path(&name))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     pub(crate) fn open(
         &self,
         io: &Arc<dyn Io>,

@@ -202,18 +202,19 @@ fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
     let path = Path::new(DIR).join("layers/0").join(slot.name()).join("exp_avg.safetensors");
     let kept = Path::new(DIR).join("snapshots/four/0.exp_avg.safetensors");
     let mut image = memory.image();
-    // One file with two names.
+    // An image has every name as a file of its own: both are hurt.
     for path in [&path, &kept] {
         *image.files.get_mut(path).unwrap().last_mut().unwrap() ^= 1;
     }
     let hurt: Arc<dyn Io> = Arc::new(Memory::from_image(image.clone()));
     let damage = read(&hurt, Path::new(DIR)).unwrap().verify(|_, _| {}).unwrap();
-    assert_eq!((damage.len(), &damage[0].file), (1, &path), "{damage:?}");
+    let hurt_files: Vec<_> = damage.iter().map(|one| &one.file).collect();
+    assert_eq!(hurt_files, [&path, &kept]);
     assert_eq!(damage[0].healed_by, ["two"]);
     let (store, _) = open(&hurt, Path::new(DIR)).unwrap();
     store.rollback(RollBack::Snapshot("two"), Some(&ids(&[1])), |_, _| {}).unwrap();
     drop(store);
-    // The snapshot that shares the damaged file is damaged as well.
+    // The other snapshot's file still is.
     let damage = read(&hurt, Path::new(DIR)).unwrap().verify(|_, _| {}).unwrap();
     assert_eq!((damage.len(), &damage[0].file), (1, &kept), "{damage:?}");
     assert!(damage[0].healed_by.is_empty());
@@ -228,6 +229,46 @@ fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
     let (whole, unusable) = read(&hurt, Path::new(DIR)).unwrap().snapshots().unwrap();
     assert_eq!((whole.len(), unusable.len()), (1, 1));
     assert!(unusable[0].contains("two") && unusable[0].contains("no valid record"), "{unusable:?}");
+}
+
+/// Training is deterministic: a run that went back comes to the same hashes in other files.
+#[test]
+fn equal_contents_in_two_files_are_two_versions() {
+    for hurt_live in [true, false] {
+        let temporary = tempfile::tempdir().unwrap();
+        let dir = temporary.path().join("s");
+        let io = mmap_engine(1, true);
+        create_store(&io, &dir, CONFIG).unwrap();
+        let (store, _) = open(&io, &dir).unwrap();
+        train_step(&store).unwrap();
+        store.snapshot("one").unwrap();
+        train_step(&store).unwrap();
+        store.snapshot("two").unwrap();
+        store.rollback(RollBack::Snapshot("one"), None, |_, _| {}).unwrap();
+        train_step(&store).unwrap();
+        let (now, slot) = (store.state(), store.state().layers[1].slot);
+        drop(store);
+        let live = dir.join("layers/0").join(slot.name()).join("exp_avg.safetensors");
+        let kept = dir.join("snapshots/two/0.exp_avg.safetensors");
+        assert!(!io.is_same(&live, &kept).unwrap());
+        let hurt = if hurt_live { &live } else { &kept };
+        let mut bytes = std::fs::read(hurt).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(hurt, bytes).unwrap();
+        let damage = read(&io, &dir).unwrap().verify(|_, _| {}).unwrap();
+        assert_eq!((damage.len(), &damage[0].file), (1, hurt), "{damage:?}");
+        let (store, _) = open(&io, &dir).unwrap();
+        let back = store.rollback(RollBack::Snapshot("two"), Some(&ids(&[1])), |_, _| {});
+        assert_eq!(contents(&store.state()), contents(&now));
+        drop(store);
+        if hurt_live {
+            back.unwrap();
+            assert_eq!(damage[0].healed_by, ["one", "two"]);
+            assert_eq!(read(&io, &dir).unwrap().verify(|_, _| {}).unwrap(), []);
+        } else {
+            assert!(matches!(back, Err(StoreError::Damaged { .. })), "{back:?}");
+        }
+    }
 }
 
 #[test]
