@@ -182,7 +182,7 @@ impl TrainingStore {
             files::remove_if_there(&**io, &dir.join(&name))?;
             io.link(&snapshot.path(spec, &name), &dir.join(&name))?;
         }
-        self.inner.sync_dir(&dir)?;
+        self.inner.sync_slot_dir(&dir)?;
         let files = SlotFiles::open(io, self.dir(), spec, slot, Access::ReadWrite)?;
         self.inner.set_files(layer, slot, Some(files));
         Ok(())

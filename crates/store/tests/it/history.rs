@@ -272,6 +272,63 @@ fn equal_contents_in_two_files_are_two_versions() {
 }
 
 #[test]
+fn a_snapshot_may_be_taken_while_steps_go_on() {
+    let (memory, _, store) = trained(1);
+    std::thread::scope(|scope| {
+        let training = scope.spawn(|| (0..400).try_for_each(|_| train_step(&store)));
+        for nth in 0.. {
+            if training.is_finished() {
+                break;
+            }
+            let name = format!("s{}", nth % 8);
+            if nth >= 8 {
+                store.remove_snapshot(&name).unwrap();
+            }
+            store.snapshot(&name).unwrap();
+        }
+        training.join().unwrap().unwrap();
+    });
+    assert_eq!(read_verified(&memory), 401);
+}
+
+#[test]
+fn what_a_symbolic_link_among_the_snapshots_leads_to_stays() {
+    let temporary = tempfile::tempdir().unwrap();
+    let (dir, other) = (temporary.path().join("s"), temporary.path().join("other"));
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    for dir in [&dir.join("snapshots/unfinished"), &other] {
+        std::fs::create_dir_all(dir).unwrap();
+        std::fs::write(dir.join("file"), "text").unwrap();
+    }
+    std::os::unix::fs::symlink(&other, dir.join("snapshots/link")).unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.join("snapshots/dangling")).unwrap();
+    std::fs::write(dir.join("snapshots/notes"), "text").unwrap();
+    open(&io, &dir).unwrap();
+    assert!(other.join("file").exists());
+    assert_eq!(io.list(&dir.join("snapshots")).unwrap(), ["dangling", "link", "notes"]);
+}
+
+#[test]
+fn naming_a_layer_twice_asks_for_its_room_once() {
+    let (memory, _, store) = trained(1);
+    store.lock(&ids(&[0])).unwrap();
+    for _ in 0..2 {
+        train_step(&store).unwrap();
+    }
+    store.close().unwrap();
+    let needed = |layers: &[u32]| {
+        let full: Arc<dyn Io> = Arc::new(Memory::from_image(memory.image()).with_free_bytes(0));
+        let (store, _) = open(&full, Path::new(DIR)).unwrap();
+        match store.unlock(&ids(layers)) {
+            Err(StoreError::NoSpace { needed, .. }) => needed,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(needed(&[0, 0]), needed(&[0]));
+}
+
+#[test]
 fn a_long_log_gives_way_to_a_new_one() {
     let (memory, io, store) = trained(0);
     let logs = || {
