@@ -36,7 +36,8 @@ impl TrainingStore {
         let mut homeless = Vec::new();
         for &layer in layers {
             let state = &now.layers[layer.index()];
-            if state.locked && !self.inner.is_own(layer, state.slot.other())? {
+            let known = homeless.contains(&layer);
+            if state.locked && !known && !self.inner.is_own(layer, state.slot.other())? {
                 homeless.push(layer);
             }
         }

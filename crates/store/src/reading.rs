@@ -180,7 +180,7 @@ impl ReadingStore {
     /// cache; `progress` gets bytes done and in all.
     pub fn verify(&self, mut progress: impl FnMut(u64, u64)) -> Result<Vec<Damage>, StoreError> {
         let (snapshots, _) = self.snapshots()?;
-        let versions = self.versions(&snapshots);
+        let versions = self.versions(&snapshots)?;
         let planes = Plane::ALL.len() as u64;
         let total: u64 = versions.iter().map(|v| planes * plane_bytes(v.layer)).sum();
         let (mut done, mut found) = (0, Vec::new());
@@ -194,23 +194,26 @@ impl ReadingStore {
         Ok(with_remedies(&found))
     }
 
-    /// Every version of every layer that is to be kept, each once.
-    fn versions<'s>(&'s self, snapshots: &'s [Snapshot]) -> Vec<Version<'s>> {
+    /// Every version of every layer that is to be kept, each file once.
+    fn versions<'s>(&'s self, snapshots: &'s [Snapshot]) -> Result<Vec<Version<'s>>, StoreError> {
         let mut versions: Vec<Version<'_>> = Vec::new();
         for (layer, state) in self.table().layers().iter().zip(&self.state.layers) {
             versions.push(Version { layer, state, snapshot: None });
         }
         for snapshot in snapshots {
             for (layer, state) in self.table().layers().iter().zip(&snapshot.state.layers) {
-                // Equal contents are one file with several names.
-                let known =
-                    |v: &Version<'_>| v.layer.id == layer.id && v.state.hashes == state.hashes;
-                if !versions.iter().any(known) {
+                let mut known = false;
+                for version in versions.iter().filter(|version| version.layer.id == layer.id) {
+                    known |= version.state.hashes == state.hashes
+                        && snapshot
+                            .shares(&*self.io, layer, |name| version.path(&self.dir, name))?;
+                }
+                if !known {
                     versions.push(Version { layer, state, snapshot: Some(snapshot) });
                 }
             }
         }
-        versions
+        Ok(versions)
     }
 
     /// Re-hashes the weights of every live slot from the disk: for whoever is about to use them
@@ -299,6 +302,14 @@ struct Version<'s> {
 }
 
 impl Version<'_> {
+    /// Path of a file by its name in a slot; `dir` is the store's.
+    fn path(&self, dir: &Path, name: &str) -> PathBuf {
+        match self.snapshot {
+            Some(snapshot) => snapshot.path(self.layer, name),
+            None => dir.join(slot_path(self.layer, self.state.slot)).join(name),
+        }
+    }
+
     fn open(&self, io: &Arc<dyn Io>, dir: &Path) -> Result<SlotFiles, StoreError> {
         match self.snapshot {
             Some(snapshot) => snapshot.open(io, self.layer, Access::ReadDisk),

@@ -54,8 +54,12 @@ impl TrainingStore {
         let (target, snapshot) = self.target(to)?;
         let all: Vec<LayerId> = self.table().layers().iter().map(|layer| layer.id).collect();
         let chosen = layers.unwrap_or(&all);
-        let total = chosen.iter().map(|&layer| self.bytes_to_check(layer, &target)).sum();
-        let mut done = 0;
+        let (mut done, mut total) = (0, 0);
+        for &layer in chosen {
+            if !self.stays(layer, &target, snapshot.as_ref())? {
+                total += 12 * self.table().layer(layer).elements() as u64;
+            }
+        }
         let mut ways = Vec::new();
         for &layer in chosen {
             let mut passed = |bytes| {
@@ -100,9 +104,22 @@ impl TrainingStore {
         StoreError::Invalid(format!("there is no snapshot `{name}`; there are: {there}"))
     }
 
-    fn bytes_to_check(&self, layer: LayerId, target: &State) -> u64 {
-        let same = self.state().layers[layer.index()].hashes == target.layers[layer.index()].hashes;
-        if same { 0 } else { 12 * self.table().layer(layer).elements() as u64 }
+    /// Whether the wanted version is live. A snapshot's is only if its own files are: equal contents
+    /// elsewhere may have been damaged since, and going back is how that is healed.
+    fn stays(
+        &self,
+        layer: LayerId,
+        target: &State,
+        snapshot: Option<&Snapshot>,
+    ) -> Result<bool, StoreError> {
+        let now = &self.state().layers[layer.index()];
+        if now.hashes != target.layers[layer.index()].hashes {
+            return Ok(false);
+        }
+        let Some(snapshot) = snapshot else { return Ok(true) };
+        let spec = self.table().layer(layer);
+        let dir = self.dir().join(slot_path(spec, now.slot));
+        snapshot.shares(&*self.inner.io, spec, |name| dir.join(name))
     }
 
     fn way(
@@ -114,7 +131,7 @@ impl TrainingStore {
     ) -> Result<Way, StoreError> {
         let (now, wanted) = (self.state(), &target.layers[layer.index()]);
         let now = &now.layers[layer.index()];
-        if now.hashes == wanted.hashes {
+        if self.stays(layer, target, snapshot)? {
             return Ok(Way::Stay);
         }
         let (io, spec) = (&self.inner.io, self.table().layer(layer));
@@ -165,7 +182,7 @@ impl TrainingStore {
             files::remove_if_there(&**io, &dir.join(&name))?;
             io.link(&snapshot.path(spec, &name), &dir.join(&name))?;
         }
-        self.inner.sync_dir(&dir)?;
+        self.inner.sync_slot_dir(&dir)?;
         let files = SlotFiles::open(io, self.dir(), spec, slot, Access::ReadWrite)?;
         self.inner.set_files(layer, slot, Some(files));
         Ok(())

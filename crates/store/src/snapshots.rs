@@ -44,6 +44,22 @@ impl Snapshot {
         self.dir.join(file_name(layer, name))
     }
 
+    /// Whether the snapshot's files of a layer are those whose paths `path` gives. Equal contents do
+    /// not say so: a run that went back comes to the same bits in other files.
+    pub(crate) fn shares(
+        &self,
+        io: &dyn Io,
+        layer: &LayerSpec,
+        path: impl Fn(&str) -> PathBuf,
+    ) -> Result<bool, StoreError> {
+        for name in slot_files() {
+            if !io.is_same(&self.path(layer, &name), &path(&name))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     pub(crate) fn open(
         &self,
         io: &Arc<dyn Io>,
@@ -59,8 +75,8 @@ fn file_name(layer: &LayerSpec, name: &str) -> String {
 }
 
 impl TrainingStore {
-    /// Gives the last commit a name under which it stays, whatever is trained afterwards. Blocks; no
-    /// commit may be in flight.
+    /// Gives the last commit a name under which it stays, whatever is trained afterwards or
+    /// meanwhile: the first write to a slot waits until the files of all have their names. Blocks.
     ///
     /// # Errors
     /// `Invalid` for an unusable name or one that is taken; `Io` where files cannot have two names.
@@ -72,9 +88,11 @@ impl TrainingStore {
             let what = format!("there is a snapshot `{name}` already; choose another name");
             return Err(StoreError::Invalid(what));
         }
-        let state = self.state();
         remove(io, &dir)?;
-        let made = self.link_all(&dir, &state).and_then(|()| self.seal(&dir, &state));
+        // What is live now may be written two commits later: by then it must have its second name.
+        let linked =
+            self.inner.while_slots_stay(|state| self.link_all(&dir, &state).map(|()| state));
+        let made = linked.and_then(|state| self.seal(&dir, &state));
         if made.is_err() {
             // The first error is the one to report; the next opening removes what is left.
             let _ = remove(io, &dir);
@@ -242,7 +260,8 @@ pub(crate) fn remove_unfinished(io: &dyn Io, store: &Path) -> Result<(), StoreEr
     let names = if io.exists(&all)? { io.list(&all)? } else { Vec::new() };
     for name in names {
         let dir = all.join(name);
-        if !io.exists(&dir.join(RECORD_FILE))? {
+        // What a symbolic link leads to is somebody else's.
+        if !io.is_link(&dir)? && !io.exists(&dir.join(RECORD_FILE))? {
             remove(io, &dir)?;
         }
     }
@@ -254,12 +273,12 @@ fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
     if !io.exists(dir)? {
         return Ok(());
     }
-    files::remove_if_there(io, &dir.join(RECORD_FILE))?;
     let names = match io.list(dir) {
         Err(error) if error.source.kind() == ErrorKind::NotADirectory => return Ok(()),
         names => names?,
     };
-    for name in names {
+    files::remove_if_there(io, &dir.join(RECORD_FILE))?;
+    for name in names.iter().filter(|name| *name != RECORD_FILE) {
         match io.unlink(&dir.join(name)) {
             Err(error) if error.source.kind() == ErrorKind::IsADirectory => return Ok(()),
             removed => removed?,

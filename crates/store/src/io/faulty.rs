@@ -330,6 +330,11 @@ impl Io for Faulty {
         self.inner.is_link(path)
     }
 
+    fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
+        self.alive("compare the names of", one)?;
+        self.inner.is_same(one, other)
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         self.alive("count the links of", path)?;
         self.inner.link_count(path)

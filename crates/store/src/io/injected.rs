@@ -18,12 +18,13 @@ use super::{
 use crate::StoreError;
 
 /// Names under which an injected engine asks.
-pub const IO_CALLS: [&str; 18] = [
+pub const IO_CALLS: [&str; 19] = [
     "create",
     "create_dir",
     "exists",
     "free_bytes",
     "is_link",
+    "is_same",
     "len",
     "link",
     "link_count",
@@ -193,6 +194,11 @@ impl Io for Injected {
     fn is_link(&self, path: &Path) -> Result<bool, IoError> {
         self.pass("is_link", path)?;
         self.inner.is_link(path)
+    }
+
+    fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
+        self.pass("is_same", one)?;
+        self.inner.is_same(one, other)
     }
 
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {

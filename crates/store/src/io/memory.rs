@@ -212,6 +212,12 @@ impl Io for Memory {
         Ok(false)
     }
 
+    fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
+        let disk = self.disk();
+        let nodes = disk.names.get(one).zip(disk.names.get(other));
+        Ok(nodes.is_some_and(|(one, other)| Arc::ptr_eq(one, other)))
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         let disk = self.disk();
         let node = disk.names.get(path).ok_or_else(|| not_found("count the links of", path))?;

@@ -172,6 +172,13 @@ impl Io for Mmap {
         Ok(data.map_err(|e| IoError::new("look at", path, e))?.is_symlink())
     }
 
+    fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
+        match os::is_same(one, other) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => found.map_err(|e| IoError::new("compare the names of", one, e)),
+        }
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         os::link_count(path).map_err(|e| IoError::new("count the links of", path, e))
     }

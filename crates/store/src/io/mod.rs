@@ -180,6 +180,8 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     fn exists(&self, path: &Path) -> Result<bool, IoError>;
     /// Whether `path` itself is a symbolic link.
     fn is_link(&self, path: &Path) -> Result<bool, IoError>;
+    /// Whether two names are of one file; no if either is missing.
+    fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError>;
     /// Number of names the file has.
     fn link_count(&self, path: &Path) -> Result<u64, IoError>;
     /// Bytes this process may still allocate on the disk that holds `path`.

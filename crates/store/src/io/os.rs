@@ -362,6 +362,21 @@ pub(crate) fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
+/// Whether two names are of one file. Where the system does not tell, they count as two.
+pub(crate) fn is_same(one: &Path, other: &Path) -> io::Result<bool> {
+    let (one, other) = (std::fs::metadata(one)?, std::fs::metadata(other)?);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        Ok((one.dev(), one.ino()) == (other.dev(), other.ino()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = (one, other);
+        Ok(false)
+    }
+}
+
 /// Number of names of a file.
 pub(crate) fn link_count(path: &Path) -> io::Result<u64> {
     let data = std::fs::metadata(path)?;

@@ -98,6 +98,14 @@ fn names_behave_alike_on_every_engine() {
         assert_eq!(io.list(&dir).unwrap(), ["b"]);
         assert_eq!(io.len(io.open(&dir.join("b"), Access::Read).unwrap()).unwrap(), 3);
         assert_eq!(io.link_count(&dir.join("b")).unwrap(), 1);
+        let (b, c, d) = (dir.join("b"), dir.join("c"), dir.join("d"));
+        io.link(&b, &c).unwrap();
+        io.create(&d, 3).unwrap();
+        assert_eq!(io.link_count(&b).unwrap(), 2);
+        assert!(io.is_same(&b, &c).unwrap() && !io.is_same(&b, &d).unwrap());
+        assert!(!io.is_same(&b, &dir.join("e")).unwrap(), "missing");
+        io.unlink(&c).unwrap();
+        io.unlink(&d).unwrap();
         assert!(io.open(&dir.join("a"), Access::Read).is_err());
         assert!(io.unlink(&dir.join("a")).is_err());
         assert!(io.remove_dir(&dir).is_err(), "not empty");

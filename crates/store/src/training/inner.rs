@@ -96,6 +96,13 @@ impl Inner {
         Ok(self.files(layer, slot))
     }
 
+    /// Passes the last commit to `act`, while which no slot gets other files, nor its first write.
+    pub(crate) fn while_slots_stay<T>(&self, act: impl FnOnce(State) -> T) -> T {
+        let _one = held(&self.readying);
+        let state = self.chain().state.clone();
+        act(state)
+    }
+
     /// Whether a slot has files and nobody else a name for them.
     pub(crate) fn is_own(&self, layer: LayerId, slot: Slot) -> Result<bool, StoreError> {
         let Some(files) = self.files_if_any(layer, slot) else { return Ok(false) };
@@ -118,15 +125,18 @@ impl Inner {
     pub(crate) fn remake(&self, layer: LayerId, slot: Slot) -> Result<(), StoreError> {
         let spec = self.layout.table.layer(layer);
         let dir = remake_slot(&*self.io, &self.dir, spec, slot)?;
-        self.sync_dir(&dir)?;
+        self.sync_slot_dir(&dir)?;
         let files = SlotFiles::open(&self.io, &self.dir, spec, slot, Access::ReadWrite)?;
         self.tables()[layer.index()][slot as usize] = SlotTable::inactive(files.chunks());
         self.set_files(layer, slot, Some(files));
         Ok(())
     }
 
-    pub(crate) fn sync_dir(&self, dir: &Path) -> Result<(), StoreError> {
-        self.io.sync_dir(dir).inspect_err(|error| self.poison_if_lost(error))?;
+    /// Makes the names in a slot durable, and the slot's own, which may be as new.
+    pub(crate) fn sync_slot_dir(&self, dir: &Path) -> Result<(), StoreError> {
+        for dir in [Some(dir), dir.parent()].into_iter().flatten() {
+            self.io.sync_dir(dir).inspect_err(|error| self.poison_if_lost(error))?;
+        }
         Ok(())
     }
 

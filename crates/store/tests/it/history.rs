@@ -2,10 +2,12 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use model::{LayerId, Slot};
 use store::{
-    Faulty, Image, Io, Memory, OpKind, RollBack, State, StoreError, TrainingStore, mmap_engine,
+    Faulty, Image, Injection, Io, Memory, OpKind, RollBack, State, StoreError, TrainingStore,
+    injected_engine, mmap_engine,
 };
 
 use crate::support::{
@@ -202,18 +204,19 @@ fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
     let path = Path::new(DIR).join("layers/0").join(slot.name()).join("exp_avg.safetensors");
     let kept = Path::new(DIR).join("snapshots/four/0.exp_avg.safetensors");
     let mut image = memory.image();
-    // One file with two names.
+    // An image has every name as a file of its own: both are hurt.
     for path in [&path, &kept] {
         *image.files.get_mut(path).unwrap().last_mut().unwrap() ^= 1;
     }
     let hurt: Arc<dyn Io> = Arc::new(Memory::from_image(image.clone()));
     let damage = read(&hurt, Path::new(DIR)).unwrap().verify(|_, _| {}).unwrap();
-    assert_eq!((damage.len(), &damage[0].file), (1, &path), "{damage:?}");
+    let hurt_files: Vec<_> = damage.iter().map(|one| &one.file).collect();
+    assert_eq!(hurt_files, [&path, &kept]);
     assert_eq!(damage[0].healed_by, ["two"]);
     let (store, _) = open(&hurt, Path::new(DIR)).unwrap();
     store.rollback(RollBack::Snapshot("two"), Some(&ids(&[1])), |_, _| {}).unwrap();
     drop(store);
-    // The snapshot that shares the damaged file is damaged as well.
+    // The other snapshot's file still is.
     let damage = read(&hurt, Path::new(DIR)).unwrap().verify(|_, _| {}).unwrap();
     assert_eq!((damage.len(), &damage[0].file), (1, &kept), "{damage:?}");
     assert!(damage[0].healed_by.is_empty());
@@ -228,6 +231,107 @@ fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
     let (whole, unusable) = read(&hurt, Path::new(DIR)).unwrap().snapshots().unwrap();
     assert_eq!((whole.len(), unusable.len()), (1, 1));
     assert!(unusable[0].contains("two") && unusable[0].contains("no valid record"), "{unusable:?}");
+}
+
+/// Training is deterministic: a run that went back comes to the same hashes in other files.
+#[test]
+fn equal_contents_in_two_files_are_two_versions() {
+    for hurt_live in [true, false] {
+        let temporary = tempfile::tempdir().unwrap();
+        let dir = temporary.path().join("s");
+        let io = mmap_engine(1, true);
+        create_store(&io, &dir, CONFIG).unwrap();
+        let (store, _) = open(&io, &dir).unwrap();
+        train_step(&store).unwrap();
+        store.snapshot("one").unwrap();
+        train_step(&store).unwrap();
+        store.snapshot("two").unwrap();
+        store.rollback(RollBack::Snapshot("one"), None, |_, _| {}).unwrap();
+        train_step(&store).unwrap();
+        let (now, slot) = (store.state(), store.state().layers[1].slot);
+        drop(store);
+        let live = dir.join("layers/0").join(slot.name()).join("exp_avg.safetensors");
+        let kept = dir.join("snapshots/two/0.exp_avg.safetensors");
+        assert!(!io.is_same(&live, &kept).unwrap());
+        let hurt = if hurt_live { &live } else { &kept };
+        let mut bytes = std::fs::read(hurt).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(hurt, bytes).unwrap();
+        let damage = read(&io, &dir).unwrap().verify(|_, _| {}).unwrap();
+        assert_eq!((damage.len(), &damage[0].file), (1, hurt), "{damage:?}");
+        let (store, _) = open(&io, &dir).unwrap();
+        let back = store.rollback(RollBack::Snapshot("two"), Some(&ids(&[1])), |_, _| {});
+        assert_eq!(contents(&store.state()), contents(&now));
+        drop(store);
+        if hurt_live {
+            back.unwrap();
+            assert_eq!(damage[0].healed_by, ["one", "two"]);
+            assert_eq!(read(&io, &dir).unwrap().verify(|_, _| {}).unwrap(), []);
+        } else {
+            assert!(matches!(back, Err(StoreError::Damaged { .. })), "{back:?}");
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_may_be_taken_while_steps_go_on() {
+    let memory = Arc::new(Memory::from_image(fresh_image()));
+    // Links so slow that whole steps fit between two of them.
+    let slow = |call| (call == "link").then_some(Injection::Delay(Duration::from_millis(2)));
+    let io = injected_engine(memory.clone(), Arc::new(slow));
+    let (store, _) = open(&io, Path::new(DIR)).unwrap();
+    std::thread::scope(|scope| {
+        let training = scope.spawn(|| (0..400).try_for_each(|_| train_step(&store)));
+        for nth in 0.. {
+            if training.is_finished() {
+                break;
+            }
+            let name = format!("s{}", nth % 8);
+            if nth >= 8 {
+                store.remove_snapshot(&name).unwrap();
+            }
+            store.snapshot(&name).unwrap();
+        }
+        training.join().unwrap().unwrap();
+    });
+    assert_eq!(read_verified(&memory), 400);
+}
+
+#[test]
+fn what_a_symbolic_link_among_the_snapshots_leads_to_stays() {
+    let temporary = tempfile::tempdir().unwrap();
+    let (dir, other) = (temporary.path().join("s"), temporary.path().join("other"));
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, CONFIG).unwrap();
+    for dir in [&dir.join("snapshots/unfinished"), &other] {
+        std::fs::create_dir_all(dir).unwrap();
+        std::fs::write(dir.join("file"), "text").unwrap();
+    }
+    std::os::unix::fs::symlink(&other, dir.join("snapshots/link")).unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.join("snapshots/dangling")).unwrap();
+    std::fs::write(dir.join("snapshots/notes"), "text").unwrap();
+    open(&io, &dir).unwrap();
+    assert!(other.join("file").exists());
+    assert_eq!(io.list(&dir.join("snapshots")).unwrap(), ["dangling", "link", "notes"]);
+}
+
+#[test]
+fn naming_a_layer_twice_asks_for_its_room_once() {
+    let (memory, _, store) = trained(1);
+    store.lock(&ids(&[0])).unwrap();
+    for _ in 0..2 {
+        train_step(&store).unwrap();
+    }
+    store.close().unwrap();
+    let needed = |layers: &[u32]| {
+        let full: Arc<dyn Io> = Arc::new(Memory::from_image(memory.image()).with_free_bytes(0));
+        let (store, _) = open(&full, Path::new(DIR)).unwrap();
+        match store.unlock(&ids(layers)) {
+            Err(StoreError::NoSpace { needed, .. }) => needed,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(needed(&[0, 0]), needed(&[0]));
 }
 
 #[test]

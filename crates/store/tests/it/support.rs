@@ -224,6 +224,10 @@ impl Io for HeldSyncs {
         self.inner.is_link(path)
     }
 
+    fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
+        self.inner.is_same(one, other)
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         self.inner.link_count(path)
     }
