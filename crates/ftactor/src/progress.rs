@@ -27,8 +27,8 @@ pub(crate) struct RunObserver {
     log: Option<Mutex<StepLog>>,
     metrics: Metrics,
     last_step: u64,
-    /// Of the model: what the optimizer goes through every step.
-    parameters: u64,
+    /// By layer: what the optimizer goes through every step, unless it is locked.
+    parameters: Vec<u64>,
     pace: Mutex<Pace>,
 }
 
@@ -51,7 +51,7 @@ impl RunObserver {
         show: Show,
         first_step: u64,
         last_step: u64,
-        parameters: u64,
+        parameters: Vec<u64>,
         log: Option<StepLog>,
         metrics: Metrics,
     ) -> RunObserver {
@@ -137,9 +137,12 @@ impl RunObserver {
         m.store_commit(report.phase.commit);
         m.ram_used(report.ram_used_bytes as u64);
         // W, M, V and the gradient in, W, M, V out; both versions are hashed.
-        m.host_memory(MemoryPurpose::Optimizer, 28 * self.parameters);
-        m.host_memory(MemoryPurpose::Hash, 24 * self.parameters);
+        let layers = report.layers.iter().zip(&self.parameters);
+        let trained: u64 = layers.filter(|(layer, _)| !layer.locked).map(|(_, n)| n).sum();
+        m.host_memory(MemoryPurpose::Optimizer, 28 * trained);
+        m.host_memory(MemoryPurpose::Hash, 24 * trained);
         for (layer, facts) in report.layers.iter().enumerate() {
+            m.layer_locked(layer, facts.locked);
             m.layer_grad_norm(layer, facts.grad_norm);
             m.layer_phase(layer, Phase::Forward, facts.seconds.forward);
             m.layer_phase(layer, Phase::Backward, facts.seconds.backward);

@@ -217,7 +217,9 @@ fn run_session(
     let log = options.log.as_deref().map(StepLog::open).transpose()?;
     settle(&session.store, &mut session.record)?;
     let first = session.store.state().step.0;
-    let (last, parameters) = (session.record.steps, session.store.table().elements() as u64);
+    let layers = session.store.table().layers().iter();
+    let parameters: Vec<u64> = layers.map(|layer| layer.elements() as u64).collect();
+    let last = session.record.steps;
     let observer = RunObserver::new(show, first, last, parameters, log, metrics);
     let observer = Arc::new(observer);
     let result = run_segments(&runtime, interrupt, &session, options, faults, &observer);
