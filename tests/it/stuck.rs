@@ -28,7 +28,7 @@ fn a_stuck_actor_ends_the_process_with_its_name_and_the_next_one_goes_on() {
     .enumerate()
     {
         let store = lab.store(&format!("store{i}"), FAMILIES[0], 4);
-        let args = [&RUN[..], &[&text, "--stuck-after", "1", "--fault", fault]].concat();
+        let args = [&RUN[..], &[&text, "--stuck-after", "2", "--fault", fault]].concat();
         let ended = soon(&solo(&store, &args)).expect(5);
         ended.says(&[&format!("actor {} is stuck", words[0]), words[1], "go on with: ftactor"]);
         assert!((7..14).contains(&state(&store).0), "{fault}: {:?}", state(&store).0);
@@ -44,15 +44,12 @@ fn a_process_that_was_stopped_for_a_while_is_not_stuck() {
     let calm = lab.store("calm", FAMILIES[0], 4);
     train(&calm, &[&RUN[..], &[&text]].concat()).expect(0);
     let store = lab.store("store", FAMILIES[0], 4);
-    let slow = ["--stuck-after", "1", "--fault", "run:delay=30:1+"];
+    let slow = ["--stuck-after", "3", "--fault", "run:delay=30:1+"];
     let child = start_training(&store, &[&RUN[..], &[&text], &slow].concat());
     std::thread::sleep(Duration::from_millis(250));
-    for _ in 0..2 {
-        kill(&child, "-STOP");
-        std::thread::sleep(Duration::from_millis(2500));
-        kill(&child, "-CONT");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    kill(&child, "-STOP");
+    std::thread::sleep(Duration::from_millis(6000));
+    kill(&child, "-CONT");
     ran(child.wait_with_output().unwrap()).expect(0);
     assert_eq!(state(&store), state(&calm));
 }
