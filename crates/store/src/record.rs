@@ -133,7 +133,8 @@ pub(crate) fn decode(log: u64, bytes: &[u8]) -> Option<RawRecord<'_>> {
     valid.then_some(raw)
 }
 
-/// [`decode`] without its checksum: for tests.
+/// What [`decode`] checks: a record of full length, by its head. The log's number is for the sake of
+/// [`decode`]'s signature.
 pub(crate) fn decode_unchecked(_log: u64, bytes: &[u8]) -> Option<RawRecord<'_>> {
     let head = bytes.get(..RECORD_HEAD_BYTES)?;
     let body_bytes = u32::from_le_bytes(head[4..8].try_into().ok()?) as usize;

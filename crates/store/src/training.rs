@@ -338,7 +338,8 @@ impl TrainingStore {
     }
 
     /// Makes `state` durable: one record of `kind` in both copies of the log, synced. Then it is
-    /// [`TrainingStore::state`]. A failure poisons the store.
+    /// [`TrainingStore::state`]. A failure poisons the store. Blocks while a long log gives way to a
+    /// new one.
     ///
     /// # Panics
     /// If the state names a slot that is not finished and synced, or while another commit is in
