@@ -122,16 +122,9 @@ fn absent_is_none(error: IoError) -> Result<bool, IoError> {
 
 /// Reads every live slot and compares it with its hashes.
 pub(crate) fn check_live(io: &dyn Io, open: &OpenSlots, state: &State) -> Result<(), StoreError> {
-    for ((files, tables), layer) in open.slots.iter().zip(&open.tables).zip(&state.layers) {
-        let Some(files) = &files[layer.slot as usize] else { continue };
-        let table = &tables[layer.slot as usize];
-        for (chunk, expected) in table.chunks.iter().enumerate() {
-            for plane in Plane::ALL {
-                let found = files.hash_chunk(io, plane, chunk)?;
-                if expected.is_none_or(|hashes| hashes[plane as usize] != found) {
-                    return Err(files.mismatch(plane, chunk));
-                }
-            }
+    for (files, layer) in open.slots.iter().zip(&state.layers) {
+        if let Some(files) = &files[layer.slot as usize] {
+            files.check(io, layer, |_| ())?;
         }
     }
     Ok(())

@@ -336,14 +336,22 @@ pub(crate) fn write_index(
     table: &LayerTable,
     state: &State,
 ) -> Result<(), StoreError> {
-    let mut map = Map::new();
-    for (layer, live) in table.layers().iter().zip(&state.layers) {
-        let file = slot_path(layer, live.slot).join(plane_file(Plane::Weight));
+    let in_slot = |layer: &LayerSpec, index: usize| {
+        let file = slot_path(layer, state.layers[index].slot).join(plane_file(Plane::Weight));
         // The format wants slashes on every system.
-        let file = file.to_string_lossy().replace('\\', "/");
-        map.extend(layer.tensors.iter().map(|t| (t.name.clone(), json!(file))));
+        file.to_string_lossy().replace('\\', "/")
+    };
+    Ok(files::replace(io, &dir.join(INDEX_FILE), index(table, in_slot).as_bytes())?)
+}
+
+/// The text of an index that lets other software load a directory; `file` says where a layer's weights
+/// lie in it, by the layer and its place in the table.
+pub(crate) fn index(table: &LayerTable, file: impl Fn(&LayerSpec, usize) -> String) -> String {
+    let mut map = Map::new();
+    for (at, layer) in table.layers().iter().enumerate() {
+        let file = file(layer, at);
+        map.extend(layer.tensors.iter().map(|tensor| (tensor.name.clone(), json!(file))));
     }
     let total_size: u64 = table.layers().iter().map(plane_bytes).sum();
-    let index = json!({"metadata": {"total_size": total_size}, "weight_map": map});
-    Ok(files::replace(io, &dir.join(INDEX_FILE), format!("{index:#}\n").as_bytes())?)
+    format!("{:#}\n", json!({"metadata": {"total_size": total_size}, "weight_map": map}))
 }

@@ -12,17 +12,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use model::{LayerSpec, LayerTable, Plane};
-use serde_json::{Map, json};
 
 use crate::StoreError;
 use crate::files;
 use crate::io::{Access, Io, IoError};
 use crate::layout::{
-    CONFIG_FILE, INDEX_FILE, RESERVED, RUN_FILE, SNAPSHOTS_DIR, STORE_FILE, plane_bytes, plane_file,
+    CONFIG_FILE, INDEX_FILE, RESERVED, RUN_FILE, SNAPSHOTS_DIR, STORE_FILE, plane_file,
 };
+use crate::reading::index;
 use crate::record::{self, RecordKind, State};
 use crate::slots::{SlotFiles, slot_files};
-use crate::training::TrainingStore;
+use crate::training::{TrainingStore, read_run};
 
 /// What makes a directory a snapshot.
 const RECORD_FILE: &str = "record";
@@ -118,9 +118,7 @@ impl TrainingStore {
     /// Text of the `run.json` of a snapshot's time, if there was one.
     pub fn run_of_snapshot(&self, name: &str) -> Result<Option<String>, StoreError> {
         check_name(name)?;
-        let path = snapshot_dir(self.dir(), name).join(RUN_FILE);
-        let io = &*self.inner.io;
-        if io.exists(&path)? { files::read_text(io, &path).map(Some) } else { Ok(None) }
+        read_run(&*self.inner.io, &snapshot_dir(self.dir(), name))
     }
 
     fn link_all(&self, dir: &Path, state: &State) -> Result<(), StoreError> {
@@ -136,7 +134,7 @@ impl TrainingStore {
         for name in own_files(io, self.dir())? {
             io.link(&self.dir().join(&name), &dir.join(&name))?;
         }
-        Ok(files::replace(io, &dir.join(INDEX_FILE), index(self.table()).as_bytes())?)
+        Ok(files::replace(io, &dir.join(INDEX_FILE), index(self.table(), in_snapshot).as_bytes())?)
     }
 
     /// Everything else is durable before the record has its name, and that before anybody is told.
@@ -180,15 +178,9 @@ fn is_file(io: &dyn Io, path: &Path) -> Result<bool, StoreError> {
     }
 }
 
-/// The index that lets other software load a snapshot's directory.
-fn index(table: &LayerTable) -> String {
-    let mut map = Map::new();
-    for layer in table.layers() {
-        let file = file_name(layer, &plane_file(Plane::Weight));
-        map.extend(layer.tensors.iter().map(|tensor| (tensor.name.clone(), json!(file))));
-    }
-    let total_size: u64 = table.layers().iter().map(plane_bytes).sum();
-    format!("{:#}\n", json!({"metadata": {"total_size": total_size}, "weight_map": map}))
+/// Where the index of a snapshot finds a layer's weights.
+fn in_snapshot(layer: &LayerSpec, _: usize) -> String {
+    file_name(layer, &plane_file(Plane::Weight))
 }
 
 fn check_name(name: &str) -> Result<(), StoreError> {
