@@ -204,12 +204,14 @@ impl NodeActor {
                 }
             }
             ToNode::Committed { attempt, .. } => {
+                self.load.recording = None;
                 if let Some(in_work) = self.works.remove(&attempt) {
                     let layers = self.adam_steps.iter_mut().zip(&*in_work.locked);
                     layers.filter(|(_, locked)| !**locked).for_each(|(t, _)| *t += 1);
                 }
             }
             ToNode::Abort { attempt } => {
+                self.load.recording.take_if(|recording| *recording >= attempt);
                 self.works.retain(|a, _| *a < attempt);
                 self.rows.clear();
             }
@@ -457,6 +459,7 @@ impl NodeActor {
         let detail = match &report {
             FromNode::Norm { attempt, .. } => self.seconds(*attempt),
             FromNode::Prepared { attempt, .. } => {
+                self.load.recording = Some(*attempt);
                 let in_work = self.works.get(attempt);
                 in_work.map_or(Detail::None, |w| Detail::Layers(w.layers.clone()))
             }

@@ -7,8 +7,10 @@ use schedule::End;
 /// Seconds of a step in which the pipeline waited for one resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StallSeconds {
-    /// The device was idle because weights or rows were still being read.
+    /// The device was idle because weights or rows were still being read, or for `commit`.
     pub storage: f64,
+    /// Of these: nothing was in flight but the syncs and the record of the step before.
+    pub commit: f64,
     /// The device was busy and nothing else was in flight.
     pub compute: f64,
     /// The device was idle because a layer's update or room for a gradient was awaited.

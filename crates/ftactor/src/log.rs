@@ -53,6 +53,7 @@ pub(crate) fn step_line(report: &StepReport, rss_bytes: Option<u64>) -> Value {
             "optimizer": report.stall.optimizer,
             "network": report.stall.network,
         },
+        "commit_wait_seconds": report.stall.commit,
         "phase_seconds": {
             "forward": report.phase.forward,
             "backward": report.phase.backward,

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use model::Attempt;
+
 use crate::StallSeconds;
 
 /// What is in flight.
@@ -11,6 +13,8 @@ pub(super) struct Load {
     pub(super) computing: usize,
     pub(super) optimizing: usize,
     pub(super) syncing: usize,
+    /// What is prepared and not known to be durable.
+    pub(super) recording: Option<Attempt>,
 }
 
 #[derive(Debug)]
@@ -37,8 +41,9 @@ impl StallClock {
             self.stall.storage += seconds;
         } else if load.optimizing > 0 {
             self.stall.optimizer += seconds;
-        } else if load.syncing > 0 {
+        } else if load.syncing > 0 || load.recording.is_some() {
             self.stall.storage += seconds;
+            self.stall.commit += seconds;
         }
     }
 
@@ -71,5 +76,33 @@ impl DeviceClock {
         let seconds = now.duration_since(self.since).as_secs_f64();
         self.since = now;
         seconds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// What a second is booked to while `load` is in flight: storage, commit, compute, optimizer.
+    fn booked(load: Load) -> [f64; 4] {
+        let start = Instant::now();
+        let mut clock = StallClock::new(start);
+        clock.tick(start + Duration::from_secs(1), &load);
+        let StallSeconds { storage, commit, compute, optimizer, .. } = clock.take();
+        [storage, commit, compute, optimizer]
+    }
+
+    #[test]
+    fn a_device_waits_for_a_commit_only_when_nothing_else_is_in_flight() {
+        let recording = Load { recording: Some(Attempt(1)), ..Load::default() };
+        assert_eq!(booked(Load::default()), [0.0; 4]);
+        assert_eq!(booked(recording), [1.0, 1.0, 0.0, 0.0]);
+        assert_eq!(booked(Load { syncing: 1, ..Load::default() }), [1.0, 1.0, 0.0, 0.0]);
+        assert_eq!(booked(Load { reads: 1, ..recording }), [1.0, 0.0, 0.0, 0.0]);
+        assert_eq!(booked(Load { optimizing: 1, ..recording }), [0.0, 0.0, 0.0, 1.0]);
+        assert_eq!(booked(Load { computing: 1, ..recording }), [0.0, 0.0, 1.0, 0.0]);
+        assert_eq!(booked(Load { computing: 1, reads: 1, ..recording }), [0.0; 4]);
     }
 }
