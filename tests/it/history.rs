@@ -53,8 +53,12 @@ fn a_run_goes_on_from_a_snapshot_with_the_bits_it_had() {
     train(&store, &[]).expect(0);
     assert_eq!(state(&store), nine);
     on("snapshot", &store, &["nine"]).expect(0);
-    let gone = on("rollback", &store, &["previous"]).expect(2);
-    gone.says(&["is gone", "last opened for training", "snapshots stay"]);
+    // Openings that commit nothing do not matter.
+    on("rollback", &store, &["none"]).expect(2);
+    on("rollback", &store, &["previous"]).expect(0);
+    assert_eq!(state(&store).0, 8);
+    on("rollback", &store, &["previous"]).expect(0);
+    assert_eq!(state(&store), nine);
     on("snapshot", &store, &["six", "--remove"]).expect(0);
     assert!(!dir.exists());
 }
@@ -121,4 +125,58 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     refused("rollback", &["../.."], &["cannot name a snapshot"]);
     refused("snapshot", &["previous"], &["cannot name a snapshot"]);
     refused("snapshot", &["a", "--remove"], &["no snapshot `a`"]);
+}
+
+#[test]
+fn a_lost_file_is_told_of_and_healed_as_told() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    let six = state(&store);
+    on("snapshot", &store, &["six"]).expect(0);
+    train(&store, &["--steps", "8"]).expect(0);
+    let eight = state(&store);
+    let slot = inspect(&store)["layers"][1]["slot"].as_str().unwrap().to_owned();
+    let lost = Path::new(&store).join("layers/0").join(slot).join("weight.safetensors");
+    fs::remove_file(&lost).unwrap();
+    train(&store, &["--steps", "9"]).expect(3).says(&["weight.safetensors", "ftactor verify"]);
+    let told = on("verify", &store, &[]).expect(3);
+    told.says(&["weight.safetensors", "previous --layers 0"]);
+    on("rollback", &store, &["six", "--layers", "1"]).expect(3).says(&["weight.safetensors"]);
+    on("rollback", &store, &["previous", "--layers", "0"]).expect(0);
+    on("verify", &store, &[]).expect(0);
+    let healed = state(&store);
+    for (layer, now) in healed.1.iter().enumerate() {
+        assert_eq!(*now == eight.1[layer], layer != 1, "layer {layer}");
+    }
+    on("rollback", &store, &["six"]).expect(0);
+    assert_eq!(state(&store), six);
+    train(&store, &[]).expect(0);
+    assert_eq!(state(&store), eight);
+}
+
+#[test]
+fn a_damaged_snapshot_of_another_run_changes_nothing() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    on("snapshot", &store, &["first"]).expect(0);
+    on("snapshot", &store, &["second"]).expect(0);
+    let again = [&RUN[..], &[&text, "--new-run", "--weight-decay", "0.1"]].concat();
+    train(&store, &again).expect(0);
+    let (before, run) = (state(&store), inspect(&store)["run"].clone());
+    let kept = Path::new(&store).join("snapshots/first/0.exp_avg.safetensors");
+    let mut bytes = fs::read(&kept).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::remove_file(&kept).unwrap();
+    fs::write(&kept, bytes).unwrap();
+    on("rollback", &store, &["first"]).expect(3).says(&["first/0.exp_avg.safetensors"]);
+    assert_eq!((state(&store), &inspect(&store)["run"]), (before, &run));
+    // A rollback that was noted and can never be finished is in the way until another one is made.
+    let mut note = run;
+    note["rollback-first"] = "first".into();
+    fs::write(Path::new(&store).join("run.json"), note.to_string()).unwrap();
+    train(&store, &[]).expect(3).says(&["first/0.exp_avg.safetensors"]);
+    on("rollback", &store, &["second"]).expect(0);
+    let run = inspect(&store)["run"].clone();
+    assert_eq!((&run["run"], &run["weight-decay"]), (&1.into(), &0.0.into()));
+    train(&store, &["--steps", "7"]).expect(0);
 }

@@ -202,7 +202,8 @@ fn finite(value: f64) -> Option<f64> {
 }
 
 pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
-    let store = open(&args.store)?;
+    let io = machine::engine(machine::store_bytes(&args.store));
+    let store = told(ReadingStore::open_to_verify(io, &args.store, LOCK_WAIT)?);
     let bar = ByteBar::new("verify");
     let mut damage = store.verify(|done, total| bar.at(done, total))?;
     drop(bar);
@@ -226,15 +227,17 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
         let inside =
             if d.tensor.is_empty() { String::new() } else { format!(" ({} ..)", d.tensor) };
         errln!("damaged: {}, in the 4 MiB from byte {}{inside}", d.file.display(), d.offset);
-        if let (Some(layer), Some(snapshot)) = (d.layer, d.healed_by.last()) {
+        if let (Some(layer), Some(version)) = (d.layer, d.healed_by.last()) {
             let layer = &store.table().layer(layer).name;
             errln!(
-                "  an earlier version of it is intact: ftactor rollback --store {} {snapshot} --layers {layer}",
+                "  an earlier version of it is intact: ftactor rollback --store {} {version} --layers {layer}",
                 args.store.display()
             );
         }
     }
-    errln!("put these files back from a copy of the store, or import the model again");
+    if damage.iter().any(|d| d.healed_by.is_empty()) {
+        errln!("else put the files back from a copy of the store, or import the model again");
+    }
     Ok(ExitCode::from(exit::DAMAGED))
 }
 
@@ -341,9 +344,13 @@ pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
 
 fn open(dir: &Path) -> anyhow::Result<ReadingStore> {
     let io = machine::engine(machine::store_bytes(dir));
-    let store = ReadingStore::open(io, dir, LOCK_WAIT)?;
+    Ok(told(ReadingStore::open(io, dir, LOCK_WAIT)?))
+}
+
+/// Passes on what opening found.
+fn told(store: ReadingStore) -> ReadingStore {
     machine::tell(store.recovery(), store.state().step);
-    Ok(store)
+    store
 }
 
 fn config(store: &ReadingStore) -> anyhow::Result<ModelConfig> {

@@ -18,8 +18,8 @@ pub(crate) const GUARD: u8 = 7;
 pub(crate) const INTERRUPTED: u8 = 130;
 
 /// What to do about damage, wherever it was found.
-pub(crate) const DAMAGE_REMEDY: &str = "`ftactor verify` lists all damage; put the named file back \
-    from a copy of the store, or import the model again";
+pub(crate) const DAMAGE_REMEDY: &str = "`ftactor verify` lists all damage, and what to go back to for it; \
+    else put the named file back from a copy of the store, or import the model again";
 
 /// Something the user asked for that cannot be.
 #[derive(Debug, thiserror::Error)]

@@ -2,20 +2,20 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use model::{Budget, LayerId, LayerTable};
 use serde_json::json;
-use store::{RollBack, TrainingStore, show_bytes};
+use store::{Io, PREVIOUS, Recovery, RollBack, StoreError, TrainingStore, show_bytes};
 
 use crate::cli::{LayersArgs, RollbackArgs, SnapshotArgs};
 use crate::out::outln;
 use crate::progress::ByteBar;
 use crate::run_record::RunRecord;
+use crate::run_start::finish_rollback;
 use crate::solo::LOCK_WAIT;
-use crate::{layers, machine, run_start};
-
-/// What `rollback` calls the commit before the last.
-const PREVIOUS: &str = "previous";
+use crate::{layers, machine};
 
 pub(crate) fn lock(args: &LayersArgs) -> anyhow::Result<ExitCode> {
     let store = open(&args.store)?;
@@ -54,19 +54,22 @@ pub(crate) fn snapshot(args: &SnapshotArgs) -> anyhow::Result<ExitCode> {
 }
 
 pub(crate) fn rollback(args: &RollbackArgs) -> anyhow::Result<ExitCode> {
-    let store = open(&args.store)?;
+    let store = open_with(&args.store, TrainingStore::open_to_heal)?;
     let chosen = match &args.layers {
         Some(text) => Some(layers::parse(text, store.table())?),
         None => None,
     };
     let bar = ByteBar::new("compare");
     let progress = |done, total| bar.at(done, total);
-    if args.name == PREVIOUS {
-        store.rollback(RollBack::Previous, chosen.as_deref(), progress)?;
-    } else if let Some(chosen) = &chosen {
-        store.rollback(RollBack::Snapshot(&args.name), Some(chosen), progress)?;
-    } else {
+    if args.name != PREVIOUS && chosen.is_none() {
         whole_run(&store, &args.name, progress)?;
+    } else {
+        finish_rollback(&store)?;
+        let to = match args.name.as_str() {
+            PREVIOUS => RollBack::Previous,
+            name => RollBack::Snapshot(name),
+        };
+        store.rollback(to, chosen.as_deref(), progress)?;
     }
     drop(bar);
     close(store, args.json)
@@ -79,28 +82,48 @@ fn whole_run(
     name: &str,
     progress: impl FnMut(u64, u64),
 ) -> anyhow::Result<()> {
-    let then = store.run_of_snapshot(name)?;
-    let now = store.read_run()?;
+    // What cannot be gone back to must leave no trace in the record.
+    let back = store.prepare_rollback(RollBack::Snapshot(name), None, progress)?;
+    let parsed = |text: Option<String>| {
+        text.map(|text| RunRecord::from_json(store.dir(), &text)).transpose()
+    };
+    let (then, now) = (parsed(store.run_of_snapshot(name)?)?, parsed(store.read_run()?)?);
+    let Some(mut record) = other_record(then, now) else { return Ok(back.carry_out()?) };
+    record.rollback_first = Some(name.to_owned());
+    store.write_run(&record.to_json()?)?;
+    back.carry_out()?;
+    record.rollback_first = None;
+    Ok(store.write_run(&record.to_json()?)?)
+}
+
+/// The record that is to take the place of `now` when the model goes back to where `then` was its
+/// run's. It also does where another rollback was noted and never finished.
+fn other_record(then: Option<RunRecord>, now: Option<RunRecord>) -> Option<RunRecord> {
+    let noted = now.as_ref().is_some_and(|now| now.rollback_first.is_some());
+    let same = then.as_ref().map(|r| r.run) == now.as_ref().map(|r| r.run);
     match then {
-        Some(then)
-            if now.as_deref().map(RunRecord::number_in) != Some(RunRecord::number_in(&then)) =>
-        {
-            let mut record = RunRecord::from_json(store.dir(), &then)?;
-            record.rollback_first = Some(name.to_owned());
-            store.write_run(&record.to_json()?)?;
-            run_start::finish_rollback(store, progress)
-        }
-        _ => Ok(store.rollback(RollBack::Snapshot(name), None, progress)?),
+        Some(then) if noted || !same => Some(then),
+        Some(_) => None,
+        None => now.filter(|_| noted),
     }
 }
 
 fn open(dir: &Path) -> anyhow::Result<TrainingStore> {
+    let store = open_with(dir, TrainingStore::open)?;
+    finish_rollback(&store)?;
+    Ok(store)
+}
+
+/// A way to open a store for training.
+type Opening =
+    fn(Arc<dyn Io>, &Path, Budget, Duration) -> Result<(TrainingStore, Recovery), StoreError>;
+
+fn open_with(dir: &Path, opening: Opening) -> anyhow::Result<TrainingStore> {
     let io = machine::engine(machine::store_bytes(dir));
     // Only what is compared with its hash is read, a chunk at a time.
     let budget = Budget::new(64 << 20);
-    let (store, recovery) = TrainingStore::open(io, dir, budget, LOCK_WAIT)?;
+    let (store, recovery) = opening(io, dir, budget, LOCK_WAIT)?;
     machine::tell(&recovery, store.state().step);
-    run_start::finish_rollback(&store, |_, _| {})?;
     Ok(store)
 }
 

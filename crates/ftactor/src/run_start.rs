@@ -90,14 +90,11 @@ pub(crate) fn settle(store: &TrainingStore, record: &mut RunRecord) -> anyhow::R
 }
 
 /// Goes back to the snapshot that `run.json` comes from, if that has not been done yet.
-pub(crate) fn finish_rollback(
-    store: &TrainingStore,
-    progress: impl FnMut(u64, u64),
-) -> anyhow::Result<()> {
+pub(crate) fn finish_rollback(store: &TrainingStore) -> anyhow::Result<()> {
     let Some(text) = store.read_run()? else { return Ok(()) };
     let mut record = RunRecord::from_json(store.dir(), &text)?;
     let Some(name) = record.rollback_first.take() else { return Ok(()) };
-    store.rollback(RollBack::Snapshot(&name), None, progress)?;
+    store.rollback(RollBack::Snapshot(&name), None, |_, _| {})?;
     Ok(store.write_run(&record.to_json()?)?)
 }
 

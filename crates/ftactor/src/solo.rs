@@ -135,7 +135,7 @@ pub(crate) fn train(
     let io = machine::failing(machine::engine(machine::store_bytes(dir)), &faults);
     let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
     machine::tell(&recovery, store.state().step);
-    finish_rollback(&store, |_, _| {})?;
+    finish_rollback(&store)?;
     remove_temporary_rows(dir);
     let config = ModelConfig::from_json(store.config_json())
         .with_context(|| format!("config.json of {}", dir.display()))?;

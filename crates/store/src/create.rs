@@ -212,7 +212,7 @@ impl StoreWriter {
         for copy in log::COPIES {
             self.created.push((log::path(&self.dir, 1, copy), Made::File));
         }
-        log::start(&self.io, &self.dir, 1, 1, state)?;
+        log::start(&self.io, &self.dir, 1, 1, None, state)?;
         Ok(())
     }
 }

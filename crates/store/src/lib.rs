@@ -44,7 +44,7 @@ pub use io::{
 pub use reading::{Damage, ReadingStore, layer_hash};
 pub use record::{LayerState, RecordKind, State};
 pub use recovery::{Cut, Recovery};
-pub use rollback::RollBack;
+pub use rollback::{PreparedRollback, RollBack};
 pub use scratch::Scratch;
-pub use snapshots::Snapshot;
+pub use snapshots::{PREVIOUS, Snapshot};
 pub use training::{Room, TrainingStore};

@@ -1,7 +1,7 @@
 //! The commit log: parsing one copy, choosing between two, starting a new one.
 //!
 //! Invariants:
-//! - a log gets its name only after its header and OPEN record are synced, so a named log without
+//! - a log gets its name only after everything up to its OPEN record is synced, so a named log without
 //!   a valid OPEN is damaged, never merely unfinished;
 //! - an invalid tail with nothing valid behind it is a torn append; an invalid record with a valid
 //!   one behind it is damage;
@@ -65,17 +65,20 @@ pub(crate) fn parse(number: u64, bytes: &[u8], decode: Decode) -> Result<Parsed,
         parsed.tail = classify(number, bytes, 0);
         return Ok(parsed);
     }
-    let mut at = HEAD_BYTES;
+    let (mut at, mut next) = (HEAD_BYTES, None);
     while at < bytes.len() {
-        let next = parsed.last.as_ref().map(|(sequence, _)| sequence.saturating_add(1));
         let Some(raw) = decode(number, &bytes[at..]) else { break };
         if next.is_some_and(|next| next != raw.sequence) {
             break;
         }
-        check_kind(raw.kind, parsed.last.is_none())?;
+        let kind = checked_kind(raw.kind, next.is_none(), parsed.last.is_none())?;
         let Ok(state) = record::decode_state(raw.body) else { break };
-        parsed.before = parsed.last.take().map(|(_, state)| state);
-        parsed.last = Some((raw.sequence, state));
+        if kind == RecordKind::Before {
+            parsed.before = Some(state);
+        } else if let Some((_, before)) = parsed.last.replace((raw.sequence, state)) {
+            parsed.before = Some(before);
+        }
+        next = Some(raw.sequence.saturating_add(1));
         at += raw.bytes;
     }
     if at < bytes.len() || parsed.last.is_none() {
@@ -95,11 +98,21 @@ fn refuse_newer(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn check_kind(kind: u16, first: bool) -> Result<(), String> {
-    match RecordKind::from_number(kind) {
-        Some(kind) if first == (kind == RecordKind::Open) && kind != RecordKind::Prepared => Ok(()),
-        Some(kind) => Err(format!("a {} record is beyond this version here", kind.name())),
-        None => Err(format!("records of kind {kind} are unknown here")),
+/// The kind with this number, if it may stand where it does: `first` of all, before or after OPEN.
+fn checked_kind(number: u16, first: bool, unopened: bool) -> Result<RecordKind, String> {
+    let Some(kind) = RecordKind::from_number(number) else {
+        return Err(format!("records of kind {number} are unknown here"));
+    };
+    let fits = match kind {
+        RecordKind::Before => first,
+        RecordKind::Open => unopened,
+        RecordKind::Prepared => false,
+        _ => !unopened,
+    };
+    if fits {
+        Ok(kind)
+    } else {
+        Err(format!("a {} record is beyond this version here", kind.name()))
     }
 }
 
@@ -213,23 +226,30 @@ pub(crate) struct Log {
     pub(crate) next_sequence: u64,
 }
 
-/// Starts log `number` with an OPEN record, durably, in both copies.
+/// Starts log `number` with `state`, and what was true before it if that is known, durably, in both
+/// copies.
 pub(crate) fn start(
     io: &Arc<dyn Io>,
     dir: &Path,
     number: u64,
     sequence: u64,
+    before: Option<&State>,
     state: &State,
 ) -> Result<Log, IoError> {
     let mut bytes = head(number).to_vec();
-    bytes.extend(record::encode(number, sequence, RecordKind::Open, state));
+    let restated = before.map(|before| (RecordKind::Before, before));
+    let mut next_sequence = sequence;
+    for (kind, state) in restated.into_iter().chain([(RecordKind::Open, state)]) {
+        bytes.extend(record::encode(number, next_sequence, kind, state));
+        next_sequence += 1;
+    }
     let place = |copy| {
         let file = files::place(&**io, &path(dir, number, copy), &bytes)?;
         Ok::<_, IoError>(Handle::new(io, file))
     };
     let files = [place(COPIES[0])?, place(COPIES[1])?];
     io.sync_dir(&dir.join(COMMIT_DIR))?;
-    Ok(Log { number, files, end: bytes.len() as u64, next_sequence: sequence + 1 })
+    Ok(Log { number, files, end: bytes.len() as u64, next_sequence })
 }
 
 impl Log {

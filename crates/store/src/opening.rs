@@ -1,18 +1,18 @@
 //! What opening for training does between recovery and the first step.
 
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{LayerSpec, LayerTable, Plane, Slot};
+use model::{LayerId, LayerSpec, LayerTable, Plane, Slot};
 
 use crate::StoreError;
 use crate::files;
-use crate::hashes::PlaneHashes;
+use crate::hashes::{PlaneHashes, chunk_count};
 use crate::io::{Access, Io, IoError};
-use crate::layout::{COMMIT_DIR, SCRATCH_DIR, plane_file, slot_path};
+use crate::layout::{COMMIT_DIR, SCRATCH_DIR, plane_bytes, plane_file, slot_path};
 use crate::log;
-use crate::record::State;
+use crate::record::{LayerState, State};
 use crate::slots::{HASHES_FILE, SlotFiles};
 use crate::snapshots;
 
@@ -54,10 +54,49 @@ impl SlotTable {
 /// The files of a layer's two slots, in the order of [`Slot`]; an inactive one may have none.
 pub(crate) type Pair = [Option<Arc<SlotFiles>>; 2];
 
+/// What an opening does about a live slot that cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnDamage {
+    Refuse,
+    /// Whoever opens wants to know about it or to make good for it.
+    Note,
+}
+
+/// A layer whose live slot cannot be used.
+#[derive(Clone, Debug)]
+pub(crate) struct Broken {
+    pub(crate) layer: LayerId,
+    file: PathBuf,
+    what: String,
+}
+
+impl Broken {
+    pub(crate) fn error(&self) -> StoreError {
+        StoreError::damaged(&self.file, &self.what)
+    }
+
+    /// # Errors
+    /// What is no damage, and damage that is refused.
+    pub(crate) fn note(
+        layer: LayerId,
+        error: StoreError,
+        on_damage: OnDamage,
+    ) -> Result<Broken, StoreError> {
+        match error {
+            StoreError::Damaged { file, what } if on_damage == OnDamage::Note => {
+                Ok(Broken { layer, file, what })
+            }
+            error => Err(error),
+        }
+    }
+}
+
 /// What opening finds in `layers/`.
 pub(crate) struct OpenSlots {
     pub(crate) slots: Vec<Pair>,
     pub(crate) tables: Vec<[SlotTable; 2]>,
+    /// Live slots that cannot be used, and so have no files.
+    pub(crate) broken: Vec<Broken>,
     /// Sentences about inactive slots that have to be made anew.
     pub(crate) warnings: Vec<String>,
 }
@@ -69,18 +108,28 @@ pub(crate) fn open_slots(
     dir: &Path,
     table: &LayerTable,
     state: &State,
+    on_damage: OnDamage,
 ) -> Result<OpenSlots, StoreError> {
-    let mut open = OpenSlots { slots: Vec::new(), tables: Vec::new(), warnings: Vec::new() };
+    let mut open = OpenSlots {
+        slots: Vec::new(),
+        tables: Vec::new(),
+        broken: Vec::new(),
+        warnings: Vec::new(),
+    };
     for (layer, live) in table.layers().iter().zip(&state.layers) {
         for slot in [Slot::A, Slot::B] {
             refuse_links(&**io, dir, layer, slot)?;
         }
-        let files = SlotFiles::open(io, dir, layer, live.slot, Access::ReadWrite)?;
-        let known = files.read_hashes(&**io, live)?;
-        let mut tables = [SlotTable::inactive(known.len()), SlotTable::inactive(known.len())];
-        tables[live.slot as usize] = SlotTable::live(known);
+        let chunks = chunk_count(plane_bytes(layer));
+        let mut tables = [SlotTable::inactive(chunks), SlotTable::inactive(chunks)];
         let mut pair = [None, None];
-        pair[live.slot as usize] = Some(Arc::new(files));
+        match open_live(io, dir, layer, live) {
+            Ok((files, known)) => {
+                tables[live.slot as usize] = SlotTable::live(known);
+                pair[live.slot as usize] = Some(Arc::new(files));
+            }
+            Err(error) => open.broken.push(Broken::note(layer.id, error, on_damage)?),
+        }
         let other = live.slot.other();
         pair[other as usize] = match SlotFiles::open(io, dir, layer, other, Access::ReadWrite) {
             Ok(files) => Some(Arc::new(files)),
@@ -96,6 +145,18 @@ pub(crate) fn open_slots(
         open.tables.push(tables);
     }
     Ok(open)
+}
+
+/// The files of a live slot and its chunks' hashes.
+fn open_live(
+    io: &Arc<dyn Io>,
+    dir: &Path,
+    layer: &LayerSpec,
+    live: &LayerState,
+) -> Result<(SlotFiles, Vec<PlaneHashes>), StoreError> {
+    let files = SlotFiles::open(io, dir, layer, live.slot, Access::ReadWrite)?;
+    let known = files.read_hashes(&**io, live)?;
+    Ok((files, known))
 }
 
 /// Refuses a slot with symbolic links: what is written to an inactive slot could land in a live one.
@@ -121,10 +182,21 @@ fn absent_is_none(error: IoError) -> Result<bool, IoError> {
 }
 
 /// Reads every live slot and compares it with its hashes.
-pub(crate) fn check_live(io: &dyn Io, open: &OpenSlots, state: &State) -> Result<(), StoreError> {
-    for (files, layer) in open.slots.iter().zip(&state.layers) {
-        if let Some(files) = &files[layer.slot as usize] {
-            files.check(io, layer, |_| ())?;
+pub(crate) fn check_live(
+    io: &dyn Io,
+    table: &LayerTable,
+    open: &mut OpenSlots,
+    state: &State,
+    on_damage: OnDamage,
+) -> Result<(), StoreError> {
+    for (spec, (pair, live)) in table.layers().iter().zip(open.slots.iter_mut().zip(&state.layers))
+    {
+        let Some(files) = &pair[live.slot as usize] else { continue };
+        if let Err(error) = files.check(io, live, |_| ()) {
+            open.broken.push(Broken::note(spec.id, error, on_damage)?);
+            let chunks = files.chunks();
+            open.tables[spec.id.index()][live.slot as usize] = SlotTable::inactive(chunks);
+            pair[live.slot as usize] = None;
         }
     }
     Ok(())

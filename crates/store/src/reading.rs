@@ -11,13 +11,14 @@ use serde_json::{Map, Value, json};
 
 use crate::StoreError;
 use crate::files;
-use crate::hashes::{PlaneHashes, hash};
+use crate::hashes::{PlaneHashes, chunk_count, hash};
 use crate::io::{Access, Io, Lock, LockKind};
 use crate::layout::{ELEMENT_BYTES, INDEX_FILE, Layout, plane_bytes, plane_file, slot_path};
+use crate::opening::{Broken, OnDamage};
 use crate::record::{LayerState, State};
 use crate::recovery::{self, Recovery};
 use crate::slots::SlotFiles;
-use crate::snapshots::{self, Snapshot};
+use crate::snapshots::{self, PREVIOUS, Snapshot};
 use crate::training::read_run;
 
 /// A place where bytes on disk contradict their hash.
@@ -30,7 +31,8 @@ pub struct Damage {
     pub offset: u64,
     /// The layer whose live version is damaged; not for a snapshot's.
     pub layer: Option<LayerId>,
-    /// Snapshots that hold an intact version of the layer.
+    /// What to go back to for an intact version of the layer, newest last: snapshots, and
+    /// [`PREVIOUS`] if its version is still there.
     pub healed_by: Vec<String>,
 }
 
@@ -42,8 +44,10 @@ pub struct ReadingStore {
     config_json: String,
     state: State,
     recovery: Recovery,
-    /// The live slot of every layer.
-    slots: Vec<SlotFiles>,
+    /// The state before the last commit, if the log still tells.
+    before: Option<State>,
+    /// The live slot of every layer, and why it cannot be used.
+    slots: Vec<Result<SlotFiles, Broken>>,
     _lock: Lock,
 }
 
@@ -63,11 +67,35 @@ impl ReadingStore {
         dir: &Path,
         lock_wait: Duration,
     ) -> Result<ReadingStore, StoreError> {
+        ReadingStore::open_with(io, dir, lock_wait, OnDamage::Refuse)
+    }
+
+    /// [`ReadingStore::open`] for [`ReadingStore::verify`], which tells of missing files as well.
+    pub fn open_to_verify(
+        io: Arc<dyn Io>,
+        dir: &Path,
+        lock_wait: Duration,
+    ) -> Result<ReadingStore, StoreError> {
+        ReadingStore::open_with(io, dir, lock_wait, OnDamage::Note)
+    }
+
+    fn open_with(
+        io: Arc<dyn Io>,
+        dir: &Path,
+        lock_wait: Duration,
+        on_damage: OnDamage,
+    ) -> Result<ReadingStore, StoreError> {
         let lock = recovery::lock(&*io, dir, LockKind::Shared, lock_wait)?;
         let found = recovery::recover(&*io, dir)?;
         let live = found.layout.table.layers().iter().zip(&found.state.layers);
         let slots = live
-            .map(|(layer, state)| SlotFiles::open(&io, dir, layer, state.slot, Access::Read))
+            .map(|(layer, state)| {
+                let opened = SlotFiles::open(&io, dir, layer, state.slot, Access::Read);
+                match opened.map_err(|error| Broken::note(layer.id, error, on_damage)) {
+                    Ok(files) => Ok(Ok(files)),
+                    Err(broken) => broken.map(Err),
+                }
+            })
             .collect::<Result<_, _>>()?;
         Ok(ReadingStore {
             io,
@@ -75,6 +103,7 @@ impl ReadingStore {
             layout: found.layout,
             config_json: found.config_json,
             state: found.state,
+            before: found.before,
             recovery: found.recovery,
             slots,
             _lock: lock,
@@ -134,18 +163,22 @@ impl ReadingStore {
         assert!(elements.start <= elements.end, "{elements:?}");
         assert!(elements.end <= self.table().layer(layer).elements(), "{elements:?}");
         let (offset, len) = (elements.start * ELEMENT_BYTES, elements.len() * ELEMENT_BYTES);
-        self.slots[layer.index()].read_now(&*self.io, Plane::Weight, offset as u64, len)
+        self.files(layer)?.read_now(&*self.io, Plane::Weight, offset as u64, len)
     }
 
     /// Number of chunks of a layer's planes.
     pub fn chunks(&self, layer: LayerId) -> usize {
-        self.slots[layer.index()].chunks()
+        chunk_count(plane_bytes(self.table().layer(layer)))
+    }
+
+    fn files(&self, layer: LayerId) -> Result<&SlotFiles, StoreError> {
+        self.slots[layer.index()].as_ref().map_err(Broken::error)
     }
 
     /// Chunk hashes of a layer's live slot, confirmed by the last commit.
     pub fn chunk_hashes(&self, layer: LayerId) -> Result<Vec<PlaneHashes>, StoreError> {
         let state = &self.state.layers[layer.index()];
-        self.slots[layer.index()].read_hashes(&*self.io, state)
+        self.files(layer)?.read_hashes(&*self.io, state)
     }
 
     /// One chunk of a plane of a live slot, compared with `expected`, its entry in
@@ -157,7 +190,7 @@ impl ReadingStore {
         chunk: usize,
         expected: &PlaneHashes,
     ) -> Result<HostBytes, StoreError> {
-        let files = &self.slots[layer.index()];
+        let files = self.files(layer)?;
         let (start, len) = files.chunk_range(chunk);
         let block = files.read_now(&*self.io, plane, start, len)?;
         if hash(block.bytes()) != expected[plane as usize] {
@@ -191,7 +224,43 @@ impl ReadingStore {
             })?;
             found.push((version, damage));
         }
-        Ok(with_remedies(&found))
+        let mut all = Vec::new();
+        for damage in found.iter().flat_map(|(_, damage)| damage) {
+            let healed_by = damage.layer.map_or(Ok(Vec::new()), |id| self.healers(id, &found))?;
+            all.push(Damage { healed_by, ..damage.clone() });
+        }
+        Ok(all)
+    }
+
+    /// What has an intact version of a layer whose live one is damaged.
+    fn healers(
+        &self,
+        layer: LayerId,
+        found: &[(&Version<'_>, Vec<Damage>)],
+    ) -> Result<Vec<String>, StoreError> {
+        let sound = found.iter().filter(|(v, damage)| v.layer.id == layer && damage.is_empty());
+        let mut healers: Vec<String> =
+            sound.filter_map(|(v, _)| v.snapshot.map(|snapshot| snapshot.name.clone())).collect();
+        if self.has_previous(layer)? {
+            healers.push(PREVIOUS.to_owned());
+        }
+        Ok(healers)
+    }
+
+    /// Whether the inactive slot still holds what the commit before the last says.
+    fn has_previous(&self, layer: LayerId) -> Result<bool, StoreError> {
+        let Some(before) = &self.before else { return Ok(false) };
+        let (was, now) = (&before.layers[layer.index()], &self.state.layers[layer.index()]);
+        if was.slot == now.slot {
+            return Ok(false);
+        }
+        let spec = self.table().layer(layer);
+        let opened = SlotFiles::open(&self.io, &self.dir, spec, was.slot, Access::ReadDisk);
+        match opened.and_then(|files| files.check(&*self.io, was, |_| ())) {
+            Ok(_) => Ok(true),
+            Err(StoreError::Damaged { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Every version of every layer that is to be kept, each file once.
@@ -223,7 +292,7 @@ impl ReadingStore {
     /// `Damaged` for the first chunk, or `hashes` file, that is not what was committed.
     pub fn check_weights(&self) -> Result<(), StoreError> {
         for layer in self.table().layers() {
-            let files = &self.slots[layer.id.index()];
+            let files = self.files(layer.id)?;
             for (chunk, expected) in self.chunk_hashes(layer.id)?.iter().enumerate() {
                 let found = files.hash_chunk(&*self.io, Plane::Weight, chunk)?;
                 if found != expected[Plane::Weight as usize] {
@@ -276,22 +345,6 @@ impl ReadingStore {
         }
         Ok(damage)
     }
-}
-
-/// All damage; where a live version is hurt, which snapshots have the layer intact.
-fn with_remedies(found: &[(&Version<'_>, Vec<Damage>)]) -> Vec<Damage> {
-    let intact = |layer: LayerId| -> Vec<String> {
-        let sound = found.iter().filter(|(v, damage)| v.layer.id == layer && damage.is_empty());
-        sound.filter_map(|(v, _)| v.snapshot.map(|snapshot| snapshot.name.clone())).collect()
-    };
-    let mut all = Vec::new();
-    for (_, damage) in found {
-        for one in damage {
-            let healed_by = one.layer.map(intact).unwrap_or_default();
-            all.push(Damage { healed_by, ..one.clone() });
-        }
-    }
-    all
 }
 
 /// One version of a layer: the live one, or a snapshot's.

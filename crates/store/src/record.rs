@@ -53,7 +53,7 @@ pub struct State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum RecordKind {
-    /// First record of every log: the state it starts from.
+    /// The state a log starts from.
     Open = 1,
     /// A pool member wrote its slots and waits for the commit.
     Prepared = 2,
@@ -65,6 +65,8 @@ pub enum RecordKind {
     Unlocked = 6,
     RolledBack = 7,
     Snapshot = 8,
+    /// In front of OPEN: what was true before the record that OPEN restates.
+    Before = 9,
 }
 
 impl RecordKind {
@@ -79,13 +81,14 @@ impl RecordKind {
             RecordKind::Unlocked => "UNLOCKED",
             RecordKind::RolledBack => "ROLLED_BACK",
             RecordKind::Snapshot => "SNAPSHOT",
+            RecordKind::Before => "BEFORE",
         }
     }
 
     /// The kind with this number.
     pub fn from_number(number: u16) -> Option<RecordKind> {
         use RecordKind::*;
-        [Open, Prepared, Committed, Skipped, Locked, Unlocked, RolledBack, Snapshot]
+        [Open, Prepared, Committed, Skipped, Locked, Unlocked, RolledBack, Snapshot, Before]
             .into_iter()
             .find(|&kind| kind as u16 == number)
     }

@@ -27,6 +27,7 @@ pub enum RollBack<'n> {
 }
 
 /// How a layer gets to its wanted version.
+#[derive(Debug)]
 enum Way {
     /// It is live already.
     Stay,
@@ -36,6 +37,33 @@ enum Way {
     Link(Vec<PlaneHashes>),
 }
 
+/// A rollback whose versions have been found intact; nothing has changed yet.
+#[derive(Debug)]
+pub struct PreparedRollback<'s> {
+    store: &'s TrainingStore,
+    target: State,
+    snapshot: Option<Snapshot>,
+    ways: Vec<(LayerId, Way)>,
+    /// Step, data cursor and locks go back as well.
+    whole: bool,
+}
+
+impl PreparedRollback<'_> {
+    /// Makes it true. Blocks; no step may be in flight.
+    pub fn carry_out(self) -> Result<(), StoreError> {
+        let PreparedRollback { store, target, snapshot, ways, whole } = self;
+        let mut state = if whole { target.clone() } else { store.state() };
+        state.attempt = store.state().attempt.max(target.attempt);
+        for (layer, way) in ways {
+            let slot = store.go(layer, way, snapshot.as_ref())?;
+            let (was, now) = (&target.layers[layer.index()], &mut state.layers[layer.index()]);
+            let locked = if whole { was.locked } else { now.locked };
+            *now = LayerState { slot, locked, ..was.clone() };
+        }
+        store.commit_now(RecordKind::RolledBack, state)
+    }
+}
+
 impl TrainingStore {
     /// Makes an earlier version of `layers` live, or of the whole model with its step, data cursor
     /// and locks. Of single layers only contents and Adam steps go back. `progress` gets bytes
@@ -43,17 +71,31 @@ impl TrainingStore {
     ///
     /// # Errors
     /// `Invalid` if there is no such snapshot, or if the previous version is gone; `Damaged` if the
-    /// snapshot does not match its hashes. Nothing has changed then.
+    /// snapshot does not match its hashes, or another layer stays damaged. Nothing has changed then.
     pub fn rollback(
         &self,
         to: RollBack<'_>,
         layers: Option<&[LayerId]>,
-        mut progress: impl FnMut(u64, u64),
+        progress: impl FnMut(u64, u64),
     ) -> Result<(), StoreError> {
+        self.prepare_rollback(to, layers, progress)?.carry_out()
+    }
+
+    /// What [`TrainingStore::rollback`] does before it changes anything.
+    pub fn prepare_rollback(
+        &self,
+        to: RollBack<'_>,
+        layers: Option<&[LayerId]>,
+        mut progress: impl FnMut(u64, u64),
+    ) -> Result<PreparedRollback<'_>, StoreError> {
         self.inner.check_poison()?;
         let (target, snapshot) = self.target(to)?;
         let all: Vec<LayerId> = self.table().layers().iter().map(|layer| layer.id).collect();
         let chosen = layers.unwrap_or(&all);
+        for damage in all.iter().filter(|id| !chosen.contains(id)).map(|&id| self.inner.damage(id))
+        {
+            damage.map_or(Ok(()), Err)?;
+        }
         let (mut done, mut total) = (0, 0);
         for &layer in chosen {
             if !self.stays(layer, &target, snapshot.as_ref())? {
@@ -68,15 +110,7 @@ impl TrainingStore {
             };
             ways.push((layer, self.way(layer, &target, snapshot.as_ref(), &mut passed)?));
         }
-        let mut state = if layers.is_some() { self.state() } else { target.clone() };
-        state.attempt = self.state().attempt.max(target.attempt);
-        for (layer, way) in ways {
-            let slot = self.go(layer, way, snapshot.as_ref())?;
-            let (was, now) = (&target.layers[layer.index()], &mut state.layers[layer.index()]);
-            let locked = if layers.is_some() { now.locked } else { was.locked };
-            *now = LayerState { slot, locked, ..was.clone() };
-        }
-        self.commit_now(RecordKind::RolledBack, state)
+        Ok(PreparedRollback { store: self, target, snapshot, ways, whole: layers.is_none() })
     }
 
     fn target(&self, to: RollBack<'_>) -> Result<(State, Option<Snapshot>), StoreError> {
@@ -89,7 +123,7 @@ impl TrainingStore {
             }
             RollBack::Previous => {
                 let gone = || {
-                    let what = "nothing was committed since the store was last opened for training";
+                    let what = "there was none";
                     StoreError::Invalid(gone(what))
                 };
                 Ok((self.inner.before().ok_or_else(gone)?, None))
@@ -113,7 +147,8 @@ impl TrainingStore {
         snapshot: Option<&Snapshot>,
     ) -> Result<bool, StoreError> {
         let now = &self.state().layers[layer.index()];
-        if now.hashes != target.layers[layer.index()].hashes {
+        let equal = now.hashes == target.layers[layer.index()].hashes;
+        if !equal || self.inner.damage(layer).is_some() {
             return Ok(false);
         }
         let Some(snapshot) = snapshot else { return Ok(true) };
@@ -141,7 +176,7 @@ impl TrainingStore {
         }
         let overwritten = || {
             let what = format!("layer {} was written again since then", spec.name);
-            StoreError::Invalid(gone(&what))
+            self.inner.damage(layer).unwrap_or_else(|| StoreError::Invalid(gone(&what)))
         };
         let inactive = now.slot.other();
         let files = self.inner.files_if_any(layer, inactive).filter(|_| wanted.slot == inactive);

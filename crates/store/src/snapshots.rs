@@ -26,8 +26,8 @@ use crate::training::{TrainingStore, read_run};
 
 /// What makes a directory a snapshot.
 const RECORD_FILE: &str = "record";
-/// What a snapshot may not be called, because `rollback` means something else by it.
-const PREVIOUS: &str = "previous";
+/// What the commit before the last is called, and no snapshot may be.
+pub const PREVIOUS: &str = "previous";
 
 /// A snapshot as a store lists it.
 #[derive(Clone, Debug)]

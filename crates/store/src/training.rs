@@ -30,7 +30,7 @@ use crate::io::{
 };
 use crate::layout::{ELEMENT_BYTES, RUN_FILE, SCRATCH_DIR, plane_bytes};
 use crate::log;
-use crate::opening::{check_live, open_slots, remove_leftovers};
+use crate::opening::{OnDamage, check_live, open_slots, remove_leftovers};
 use crate::reading::write_index;
 use crate::record::{RecordKind, State};
 use crate::recovery::{self, Recovery};
@@ -57,16 +57,39 @@ impl TrainingStore {
         budget: Budget,
         lock_wait: Duration,
     ) -> Result<(TrainingStore, Recovery), StoreError> {
+        TrainingStore::open_with(io, dir, budget, lock_wait, OnDamage::Refuse)
+    }
+
+    /// [`TrainingStore::open`] for a rollback, which may replace layers whose live version is
+    /// damaged or missing. Until one has, nothing can be committed.
+    pub fn open_to_heal(
+        io: Arc<dyn Io>,
+        dir: &Path,
+        budget: Budget,
+        lock_wait: Duration,
+    ) -> Result<(TrainingStore, Recovery), StoreError> {
+        TrainingStore::open_with(io, dir, budget, lock_wait, OnDamage::Note)
+    }
+
+    fn open_with(
+        io: Arc<dyn Io>,
+        dir: &Path,
+        budget: Budget,
+        lock_wait: Duration,
+        on_damage: OnDamage,
+    ) -> Result<(TrainingStore, Recovery), StoreError> {
         let lock = recovery::lock(&*io, dir, LockKind::Exclusive, lock_wait)?;
         let found = recovery::recover(&*io, dir)?;
         let mut recovery = found.recovery;
-        let open = open_slots(&io, dir, &found.layout.table, &found.state)?;
+        let table = &found.layout.table;
+        let mut open = open_slots(&io, dir, table, &found.state, on_damage)?;
         if recovery.cut.is_some() && !io.is_off(Guard::LiveBehindTear) {
-            check_live(&*io, &open, &found.state)?;
+            check_live(&*io, table, &mut open, &found.state, on_damage)?;
             recovery.checked = true;
         }
         recovery.warnings.extend(open.warnings);
-        let log = log::start(&io, dir, found.number + 1, found.sequence + 1, &found.state)?;
+        let (number, sequence) = (found.number + 1, found.sequence + 1);
+        let log = log::start(&io, dir, number, sequence, found.before.as_ref(), &found.state)?;
         remove_leftovers(&*io, dir, log.number)?;
         let inner = Inner {
             io,
@@ -76,6 +99,7 @@ impl TrainingStore {
             config_json: found.config_json,
             slots: RwLock::new(open.slots),
             tables: Mutex::new(open.tables),
+            broken: open.broken,
             chain: Mutex::new(Chain {
                 state: found.state,
                 before: found.before,
@@ -346,7 +370,7 @@ impl TrainingStore {
     /// flight: a programmer's error.
     pub fn commit(&self, kind: RecordKind, state: State, done: Done<()>) {
         let inner = &self.inner;
-        if let Err(error) = inner.check_poison() {
+        if let Err(error) = inner.check_poison().and_then(|()| inner.check_whole(&state)) {
             return done(Err(error));
         }
         inner.assert_committable(&state);

@@ -59,6 +59,35 @@ fn tails_are_told_apart() {
 }
 
 #[test]
+fn what_was_before_stands_in_front_of_what_a_log_starts_from() {
+    let record = |sequence, kind, step| record::encode(1, sequence, kind, &state_of(step));
+    let log = |records: &[Vec<u8>]| [head(1).to_vec(), records.concat()].concat();
+    let (before, open) = (record(4, RecordKind::Before, 7), record(5, RecordKind::Open, 8));
+    let parsed = parse(1, &log(&[before.clone(), open.clone()]), record::decode).unwrap();
+    assert_eq!(
+        (step(&parsed), parsed.before, parsed.tail),
+        (Some(8), Some(state_of(7)), Tail::Clean)
+    );
+    let committed = record(6, RecordKind::Committed, 9);
+    let longer = log(&[before.clone(), open.clone(), committed]);
+    let parsed = parse(1, &longer, record::decode).unwrap();
+    assert_eq!((step(&parsed), parsed.before), (Some(9), Some(state_of(8))));
+    // Alone it is no log, and a log has one at most, in front.
+    let end = log(std::slice::from_ref(&before)).len() as u64;
+    let alone = parse(1, &log(std::slice::from_ref(&before)), record::decode).unwrap();
+    assert_eq!(
+        (alone.last.clone(), alone.tail.clone()),
+        (None, Tail::Torn { at: end, rotten: false })
+    );
+    assert!(choose("1", [Ok(alone.clone()), Ok(alone)]).unwrap_err().contains("no copy is intact"));
+    let again = record(5, RecordKind::Before, 7);
+    let late = record(6, RecordKind::Before, 7);
+    for records in [vec![before.clone(), again, open.clone()], vec![before, open, late]] {
+        assert!(parse(1, &log(&records), record::decode).unwrap_err().contains("BEFORE"));
+    }
+}
+
+#[test]
 fn newer_logs_are_refused_by_name() {
     let mut newer = log_of(1, 0);
     newer[8] = 7;

@@ -85,9 +85,10 @@ fn kind_numbers_are_frozen() {
         "UNLOCKED",
         "ROLLED_BACK",
         "SNAPSHOT",
+        "BEFORE",
     ];
     for (i, name) in names.into_iter().enumerate() {
         assert_eq!(RecordKind::from_number(i as u16 + 1).map(RecordKind::name), Some(name));
     }
-    assert_eq!((RecordKind::from_number(0), RecordKind::from_number(9)), (None, None));
+    assert_eq!((RecordKind::from_number(0), RecordKind::from_number(10)), (None, None));
 }

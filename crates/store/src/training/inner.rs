@@ -18,7 +18,7 @@ use crate::hashes::plane_hashes;
 use crate::io::{Access, AfterUse, Guard, Io, IoDone, IoError, Lock, read_target};
 use crate::layout::{INDEX_FILE, Layout};
 use crate::log::{self, Log};
-use crate::opening::{Pair, SlotTable};
+use crate::opening::{Broken, Pair, SlotTable};
 use crate::record::State;
 use crate::slots::{SlotFiles, remake_slot, remove_slot};
 
@@ -30,6 +30,8 @@ pub(crate) struct Inner {
     pub(super) config_json: String,
     pub(super) slots: RwLock<Vec<Pair>>,
     pub(super) tables: Mutex<Vec<[SlotTable; 2]>>,
+    /// Layers whose live slot could not be used at the opening.
+    pub(super) broken: Vec<Broken>,
     pub(super) chain: Mutex<Chain>,
     /// Held while files of slots are made, replaced or removed.
     pub(super) readying: Mutex<()>,
@@ -103,6 +105,22 @@ impl Inner {
         act(state)
     }
 
+    /// What is wrong with the live slot of a layer, if it cannot be used.
+    pub(crate) fn damage(&self, layer: LayerId) -> Option<StoreError> {
+        let live = self.chain().state.layers[layer.index()].slot;
+        let broken = self.broken.iter().find(|broken| broken.layer == layer)?;
+        self.files_if_any(layer, live).is_none().then(|| broken.error())
+    }
+
+    /// Refuses a state in which a broken slot would be live.
+    pub(super) fn check_whole(&self, state: &State) -> Result<(), StoreError> {
+        let broken = self.broken.iter().find(|broken| {
+            let slot = state.layers[broken.layer.index()].slot;
+            self.files_if_any(broken.layer, slot).is_none()
+        });
+        broken.map_or(Ok(()), |broken| Err(broken.error()))
+    }
+
     /// Whether a slot has files and nobody else a name for them.
     pub(crate) fn is_own(&self, layer: LayerId, slot: Slot) -> Result<bool, StoreError> {
         let Some(files) = self.files_if_any(layer, slot) else { return Ok(false) };
@@ -169,15 +187,16 @@ impl Inner {
 
     /// A log that has become long gives way to one that restates the state.
     pub(super) fn begin_log_if_long(&self) -> Result<(), StoreError> {
-        let (number, sequence, state) = {
+        let (number, sequence, before, state) = {
             let chain = self.chain();
             if !chain.log.is_long() {
                 return Ok(());
             }
-            (chain.log.number, chain.log.next_sequence, chain.state.clone())
+            let (before, state) = (chain.before.clone(), chain.state.clone());
+            (chain.log.number, chain.log.next_sequence, before, state)
         };
         // Half of a new log outranks this one, so that a failure is the end of this opening.
-        let log = log::start(&self.io, &self.dir, number + 1, sequence, &state)
+        let log = log::start(&self.io, &self.dir, number + 1, sequence, before.as_ref(), &state)
             .map_err(IoError::losing_writes)
             .inspect_err(|error| self.poison_if_lost(error))?;
         self.chain().log = log;

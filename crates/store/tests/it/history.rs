@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{LayerId, Slot};
+use model::{Budget, LayerId, Slot};
 use store::{
-    Faulty, Image, Injection, Io, Memory, OpKind, RollBack, State, StoreError, TrainingStore,
-    injected_engine, mmap_engine,
+    Faulty, Image, Injection, Io, Memory, OpKind, PREVIOUS, ReadingStore, Recovery, RollBack,
+    State, StoreError, TrainingStore, injected_engine, mmap_engine,
 };
 
 use crate::support::{
@@ -168,7 +168,8 @@ fn chosen_layers_go_back_alone() {
 fn the_previous_commit_can_be_gone_back_to_until_it_is_overwritten() {
     let (memory, io, store) = trained(4);
     drop(store);
-    // As the command does it: in an opening of its own.
+    // As the command does it: in an opening of its own, and after a refusal.
+    open(&io, Path::new(DIR)).unwrap();
     let (store, _) = open(&io, Path::new(DIR)).unwrap();
     let mut seen = (0, 0);
     store.rollback(RollBack::Previous, None, |done, all| seen = (done, all)).unwrap();
@@ -187,9 +188,9 @@ fn the_previous_commit_can_be_gone_back_to_until_it_is_overwritten() {
     assert!(error.to_string().contains("is gone: layer embed was written again"), "{error}");
     assert_contents(&store, 4);
     drop(store);
-    let (store, _) = open(&io, Path::new(DIR)).unwrap();
-    let error = store.rollback(RollBack::Previous, None, |_, _| {}).unwrap_err();
-    assert!(error.to_string().contains("nothing was committed since"), "{error}");
+    let (_, _, fresh) = trained(0);
+    let error = fresh.rollback(RollBack::Previous, None, |_, _| {}).unwrap_err();
+    assert!(error.to_string().contains("is gone: there was none"), "{error}");
 }
 
 #[test]
@@ -212,7 +213,7 @@ fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
     let damage = read(&hurt, Path::new(DIR)).unwrap().verify(|_, _| {}).unwrap();
     let hurt_files: Vec<_> = damage.iter().map(|one| &one.file).collect();
     assert_eq!(hurt_files, [&path, &kept]);
-    assert_eq!(damage[0].healed_by, ["two"]);
+    assert_eq!(damage[0].healed_by, ["two", PREVIOUS]);
     let (store, _) = open(&hurt, Path::new(DIR)).unwrap();
     store.rollback(RollBack::Snapshot("two"), Some(&ids(&[1])), |_, _| {}).unwrap();
     drop(store);
@@ -231,6 +232,97 @@ fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
     let (whole, unusable) = read(&hurt, Path::new(DIR)).unwrap().snapshots().unwrap();
     assert_eq!((whole.len(), unusable.len()), (1, 1));
     assert!(unusable[0].contains("two") && unusable[0].contains("no valid record"), "{unusable:?}");
+}
+
+/// Ways to make a live slot unusable that an opening notices.
+const BREAKAGES: [fn(&mut Image, &Path); 4] = [
+    |image, file| drop(image.files.remove(file)),
+    |image, file| image.files.get_mut(file).unwrap().truncate(100),
+    |image, file| image.files.get_mut(file).unwrap()[9] = b'x',
+    |image, file| drop(image.files.remove(&file.with_file_name("hashes"))),
+];
+
+#[test]
+fn a_live_slot_that_cannot_be_opened_is_told_of_and_healed() {
+    for breakage in BREAKAGES {
+        let (memory, _, store) = trained(2);
+        store.snapshot("two").unwrap();
+        train_step(&store).unwrap();
+        train_step(&store).unwrap();
+        let now = store.state();
+        drop(store);
+        let file = |layer: &str, at: usize| {
+            let slot = now.layers[at].slot.name();
+            Path::new(DIR).join("layers").join(layer).join(slot).join("weight.safetensors")
+        };
+        let mut image = memory.image();
+        breakage(&mut image, &file("0", 1));
+        for (name, layers) in
+            [("two", None), (PREVIOUS, None), ("two", Some(ids(&[1]))), (PREVIOUS, Some(ids(&[1])))]
+        {
+            let hurt: Arc<dyn Io> = Arc::new(Memory::from_image(image.clone()));
+            let refused = open(&hurt, Path::new(DIR)).map(drop);
+            assert!(matches!(refused, Err(StoreError::Damaged { .. })), "{refused:?}");
+            let (reading, wait) = (Arc::clone(&hurt), Duration::ZERO);
+            let found = ReadingStore::open_to_verify(reading, Path::new(DIR), wait).unwrap();
+            let damage = found.verify(|_, _| {}).unwrap();
+            assert_eq!((damage.len(), damage[0].layer), (1, Some(LayerId(1))), "{damage:?}");
+            assert_eq!(damage[0].healed_by, ["two", PREVIOUS]);
+            assert!(matches!(found.check_weights(), Err(StoreError::Damaged { .. })));
+            drop(found);
+            let (store, _) = open_to_heal(&hurt).unwrap();
+            let to = if name == PREVIOUS { RollBack::Previous } else { RollBack::Snapshot(name) };
+            // What leaves the layer as it is is refused, and nothing else can be committed.
+            let other = store.rollback(to, Some(&ids(&[2])), |_, _| {});
+            assert!(matches!(other, Err(StoreError::Damaged { .. })), "{other:?}");
+            let locked = store.lock(&ids(&[0]));
+            assert!(matches!(locked, Err(StoreError::Damaged { .. })), "{locked:?}");
+            assert_eq!(store.state(), now);
+            store.rollback(to, layers.as_deref(), |_, _| {}).unwrap();
+            let step = if name == PREVIOUS { 3 } else { 2 };
+            match layers {
+                None => assert_contents(&store, step),
+                Some(_) => assert_eq!(contents(&store.state())[0], contents(&now)[0]),
+            }
+            drop(store);
+            assert_eq!(read(&hurt, Path::new(DIR)).unwrap().verify(|_, _| {}).unwrap(), []);
+            let (store, _) = open(&hurt, Path::new(DIR)).unwrap();
+            train_step(&store).unwrap();
+            assert_contents(&store, if layers.is_some() { 5 } else { step + 1 });
+        }
+    }
+}
+
+/// A rotten layer behind a torn record is found when the store opens.
+#[test]
+fn rot_behind_a_torn_record_is_healed() {
+    let (memory, _, store) = trained(2);
+    store.snapshot("two").unwrap();
+    train_step(&store).unwrap();
+    train_step(&store).unwrap();
+    let slot = store.state().layers[1].slot.name();
+    drop(store);
+    let mut image = memory.image();
+    let live = Path::new(DIR).join("layers/0").join(slot).join("exp_avg.safetensors");
+    *image.files.get_mut(&live).unwrap().last_mut().unwrap() ^= 1;
+    for (_, log) in
+        image.files.iter_mut().filter(|(path, _)| path.starts_with("/disk/store/commit"))
+    {
+        log.extend([7; 30]);
+    }
+    let hurt: Arc<dyn Io> = Arc::new(Memory::from_image(image));
+    let refused = open(&hurt, Path::new(DIR)).map(drop);
+    assert!(matches!(refused, Err(StoreError::Damaged { .. })), "{refused:?}");
+    let (store, _) = open_to_heal(&hurt).unwrap();
+    store.rollback(RollBack::Snapshot("two"), None, |_, _| {}).unwrap();
+    assert_contents(&store, 2);
+    train_step(&store).unwrap();
+    assert_contents(&store, 3);
+}
+
+fn open_to_heal(io: &Arc<dyn Io>) -> Result<(TrainingStore, Recovery), StoreError> {
+    let budget = Budget::new(1 << 30);
+    TrainingStore::open_to_heal(Arc::clone(io), Path::new(DIR), budget, Duration::ZERO)
 }
 
 /// Training is deterministic: a run that went back comes to the same hashes in other files.
@@ -265,7 +357,7 @@ fn equal_contents_in_two_files_are_two_versions() {
         drop(store);
         if hurt_live {
             back.unwrap();
-            assert_eq!(damage[0].healed_by, ["one", "two"]);
+            assert_eq!(damage[0].healed_by, ["one", "two", PREVIOUS]);
             assert_eq!(read(&io, &dir).unwrap().verify(|_, _| {}).unwrap(), []);
         } else {
             assert!(matches!(back, Err(StoreError::Damaged { .. })), "{back:?}");
@@ -353,12 +445,15 @@ fn a_long_log_gives_way_to_a_new_one() {
         })
         .unwrap();
     }
-    assert_eq!(logs(), ["00000003.log", "00000003.mirror"]);
+    assert_eq!(logs(), ["00000004.log", "00000004.mirror"]);
     assert_eq!(store.state().step.0, 5);
     drop(store);
     let (store, recovery) = open(&io, Path::new(DIR)).unwrap();
     assert_eq!((store.state(), recovery.cut), (state, None));
-    assert_eq!(logs(), ["00000004.log", "00000004.mirror"]);
+    assert_eq!(logs(), ["00000005.log", "00000005.mirror"]);
+    // What was before the last record outlives its log.
+    store.rollback(RollBack::Previous, None, |_, _| {}).unwrap();
+    assert_eq!(store.state().step.0, 4);
 }
 
 /// What is done to a store at step 2 that has a snapshot of step 1.
