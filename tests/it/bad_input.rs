@@ -310,13 +310,17 @@ fn damaged_token_rows_are_neither_trained_on_nor_verified() {
     let damaged = bytes.clone();
     fs::write(&file, bytes).unwrap();
     let before = state(&store);
-    train(&store, &["--steps", "3"]).expect(3).says(&[&name, "--new-run"]);
+    train(&store, &["--steps", "3"]).expect(3).says(&[&name, "give --data PATH"]);
     ftactor(&["verify", "--store", &store]).expect(3).says(&[&name]);
     assert_eq!(state(&store), before);
     // Whoever names the data gets rows that are made again.
     ftactor(&["eval", "--store", &store, "--data", &text, "--seq-len", "32"]).expect(0);
     assert_ne!(fs::read(&file).unwrap(), damaged);
-    train(&store, &["--steps", "3"]).expect(0);
+    fs::remove_file(&file).unwrap();
+    train(&store, &["--steps", "3"]).expect(3).says(&[&name, "missing", "give --data PATH"]);
+    ftactor(&["verify", "--store", &store]).expect(3).says(&[&name, "give --data PATH"]);
+    train(&store, &["--steps", "3", "--data", &text]).expect(0);
+    ftactor(&["verify", "--store", &store]).expect(0);
 }
 
 #[test]

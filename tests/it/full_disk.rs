@@ -1,8 +1,12 @@
 //! A disk without room: a step waits before it begins, and goes on or is stopped.
 
+use std::io::Write;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-use crate::lab::{FAMILIES, Lab, events, kill, log, ran, start_training, state, train};
+use crate::lab::{
+    FAMILIES, Lab, command, events, kill, kill_pid, log, ran, solo, start_training, state, train,
+};
 
 const RUN: [&str; 7] = ["--steps", "4", "--seq-len", "32", "--batch-rows", "4", "--data"];
 
@@ -40,28 +44,100 @@ fn a_run_that_waits_can_be_stopped() {
     train(&store, &[]).expect(0);
 }
 
-/// On a file system of its own that is really full; only root may mount one.
+/// A small file system in memory; only root may mount one.
+struct Disk {
+    dir: String,
+}
+
+impl Disk {
+    fn mount(lab: &Lab) -> Option<Disk> {
+        let dir = lab.path("disk");
+        std::fs::create_dir(&dir).unwrap();
+        let mount = ["-t", "tmpfs", "-o", "size=40m", "tmpfs", &dir];
+        let mounted = Command::new("mount").args(mount).output();
+        if mounted.is_ok_and(|mounted| mounted.status.success()) {
+            return Some(Disk { dir });
+        }
+        eprintln!("skipped: this user may not mount a file system");
+        None
+    }
+
+    fn ballast(&self) -> String {
+        format!("{}/ballast", self.dir)
+    }
+
+    /// Leaves `free` bytes; as many as fit are taken first.
+    fn fill(&self, free: u64) {
+        let mut file = std::fs::File::create(self.ballast()).unwrap();
+        while file.write(&[1; 4096]).is_ok_and(|count| count > 0) {}
+        file.set_len(file.metadata().unwrap().len() - free).unwrap();
+    }
+
+    fn free(&self) {
+        std::fs::remove_file(self.ballast()).unwrap();
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        assert!(Command::new("umount").arg(&self.dir).status().unwrap().success());
+    }
+}
+
+fn wait_for(said: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !said() {
+        assert!(Instant::now() < deadline, "nothing is said");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 #[test]
 fn a_file_system_that_is_full_holds_the_run_up_and_harms_nothing() {
     let lab = Lab::new();
-    let disk = lab.path("disk");
-    std::fs::create_dir(&disk).unwrap();
-    let mount = ["-t", "tmpfs", "-o", "size=40m", "tmpfs", &disk];
-    if !Command::new("mount").args(mount).output().is_ok_and(|mounted| mounted.status.success()) {
-        return eprintln!("skipped: this user may not mount a file system");
-    }
+    let Some(disk) = Disk::mount(&lab) else { return };
     let text = lab.text("text.txt", 60);
     let store = lab.store("disk/store", FAMILIES[0], 1);
-    std::fs::write(format!("{disk}/ballast"), vec![1; 30 << 20]).unwrap();
+    disk.fill(1 << 20);
     let log_file = lab.path("log.jsonl");
+    let paused = || std::fs::read_to_string(&log_file).is_ok_and(|text| text.contains("pause"));
     let child = start_training(&store, &[&RUN[..], &[&text, "--log", &log_file]].concat());
-    while !std::fs::read_to_string(&log_file).is_ok_and(|text| text.contains("pause")) {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    std::fs::remove_file(format!("{disk}/ballast")).unwrap();
-    let done = ran(child.wait_with_output().unwrap());
-    let reached = state(&store).0;
-    assert!(Command::new("umount").arg(&disk).status().unwrap().success());
-    done.expect(0);
-    assert_eq!(reached, 4);
+    wait_for(paused);
+    // Not a byte is left when it is told to stop: the index can wait.
+    disk.free();
+    disk.fill(0);
+    kill(&child, "-INT");
+    let stopped = ran(child.wait_with_output().unwrap()).expect(130);
+    stopped.says(&["every step is kept", "ftactor inspect"]);
+    disk.free();
+    disk.fill(1 << 20);
+    std::fs::remove_file(&log_file).unwrap();
+    let child = start_training(&store, &["--log", &log_file]);
+    wait_for(paused);
+    disk.free();
+    ran(child.wait_with_output().unwrap()).expect(0);
+    assert_eq!(state(&store).0, 4);
+}
+
+#[test]
+fn a_supervised_run_that_finds_no_room_when_it_starts_again_waits_for_it() {
+    let lab = Lab::new();
+    let Some(disk) = Disk::mount(&lab) else { return };
+    let (calm, text) = (lab.store("calm", FAMILIES[0], 1), lab.text("text.txt", 60));
+    train(&calm, &[&RUN[..], &[&text]].concat()).expect(0);
+    let (store, said) = (lab.store("disk/store", FAMILIES[0], 1), lab.path("said.txt"));
+    let slow = ["--supervise", "--fault", "store.commit:delay=300:1+"];
+    let args = solo(&store, &[&RUN[..], &[&text], &slow].concat());
+    let errors = std::fs::File::create(&said).unwrap();
+    let mut parent = command(&args).stderr(errors).spawn().unwrap();
+    wait_for(|| std::fs::read_dir(format!("{store}/commit")).is_ok_and(|d| d.count() == 2));
+    wait_for(|| std::path::Path::new(&store).join("run.json").exists());
+    disk.fill(0);
+    let child = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", parent.id()));
+    kill_pid(child.unwrap().trim(), "-KILL");
+    let waits = || std::fs::read_to_string(&said).is_ok_and(|text| text.contains("trying again"));
+    wait_for(waits);
+    disk.free();
+    assert_eq!(parent.wait().unwrap().code(), Some(0));
+    assert_eq!(state(&store), state(&calm));
 }

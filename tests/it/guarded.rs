@@ -74,9 +74,14 @@ fn a_spike_is_passed_over_as_if_its_rows_had_not_been_there() {
     let ended = train(&store, &run(&steps[1], &with), &[]).expect(7);
     ended.says(&[&format!("step {}", BEFORE + 1)]);
     assert_eq!(state(&store).0, BEFORE as u64);
-    train(&store, &[], &[]).expect(7);
+    let again = train(&store, &[], &[]).expect(7).stdout;
+    assert!(again.contains("--guard skip") && again.contains("--loss-spike"), "{again}");
     train(&store, &[], &["--guard", "skip"]).expect(0);
     assert_eq!(state(&store).1, state(&calm).1);
+    let store = lab.store("raised", FAMILIES[1], 4);
+    train(&store, &run(&steps[1], &with), &[]).expect(7);
+    train(&store, &[], &["--loss-spike", "1e9"]).expect(0);
+    assert_ne!(state(&store).1, state(&calm).1);
     // A run that is killed at every commit, the skip's included, comes to the same.
     let store = lab.store("killed", FAMILIES[1], 4);
     let killed = ["--guard", "skip", "--supervise", "--fault", "store.commit:abort:12"];

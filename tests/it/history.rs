@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::lab::{FAMILIES, Lab, Ran, ftactor, inspect, state, train};
+use crate::lab::{FAMILIES, Lab, Ran, ftactor, inspect, start_training, state, train};
 
 const RUN: [&str; 9] =
     ["--steps", "6", "--seq-len", "32", "--batch-rows", "4", "--lr", "3e-3", "--data"];
@@ -179,4 +179,93 @@ fn a_damaged_snapshot_of_another_run_changes_nothing() {
     let run = inspect(&store)["run"].clone();
     assert_eq!((&run["run"], &run["weight-decay"]), (&1.into(), &0.0.into()));
     train(&store, &["--steps", "7"]).expect(0);
+}
+
+#[test]
+fn a_lost_record_of_the_run_is_told_of_and_a_snapshot_brings_it_back() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let six = state(&store);
+    on("snapshot", &store, &["six"]).expect(0);
+    let run = Path::new(&store).join("run.json");
+    for damage in [None, Some("{"), Some("[]")] {
+        fs::remove_file(&run).unwrap();
+        if let Some(text) = damage {
+            fs::write(&run, text).unwrap();
+        }
+        train(&store, &["--data", &text, "--steps", "9"]).expect(3).says(&["run.json"]);
+        on("verify", &store, &[]).expect(3).says(&["run.json"]);
+        assert_eq!(state(&store), six);
+        on("rollback", &store, &["six"]).expect(0);
+        on("verify", &store, &[]).expect(0);
+    }
+    train(&store, &["--steps", "7"]).expect(0);
+    // The way out without a snapshot.
+    fs::remove_file(&run).unwrap();
+    let new = [&RUN[..], &[&text, "--new-run"]].concat();
+    train(&store, &new).expect(0);
+    assert_eq!(state(&store).0, 6);
+}
+
+#[test]
+fn a_rollback_that_unlocks_makes_room_first() {
+    let lab = Lab::new();
+    let (store, _) = trained(&lab);
+    on("snapshot", &store, &["six"]).expect(0);
+    let said = on("lock", &store, &["embed,0"]).expect(0).stdout;
+    assert!(said.contains("are given back"), "{said}");
+    train(&store, &["--steps", "9"]).expect(0);
+    let said = on("lock", &store, &["embed,0"]).expect(0).stdout;
+    assert!(!said.contains("given back"), "{said}");
+    let files = |layer: &str| {
+        let of = |slot| fs::read_dir(Path::new(&store).join("layers").join(layer).join(slot));
+        ["a", "b"].map(|slot| of(slot).map_or(0, Iterator::count)).iter().sum::<usize>()
+    };
+    assert_eq!((files("embed"), files("1")), (4, 8));
+    let back = on("rollback", &store, &["six", "--json"]).expect(0).json();
+    assert_eq!(back["rolled_back_to"], "six");
+    assert_eq!((files("embed"), files("1")), (8, 8));
+    let calm = train(&store, &[]).expect(0);
+    assert!(!calm.stderr.contains("damaged"), "{calm:?}");
+    on("verify", &store, &[]).expect(0);
+}
+
+#[test]
+fn a_run_keeps_its_newest_snapshots_and_nobody_elses_go() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[1], 3), lab.text("text.txt", 60));
+    let names = || -> Vec<String> {
+        let shown = inspect(&store);
+        let all = shown["snapshots"].as_array().unwrap().iter();
+        all.map(|s| s["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let keep = ["--snapshot-every", "2", "--keep-snapshots", "2"];
+    train(&store, &[&RUN[..], &[&text], &keep].concat()).expect(0);
+    assert_eq!(names(), ["auto-1-4", "auto-1-6"]);
+    on("snapshot", &store, &["auto-best"]).expect(2).says(&["--snapshot-every"]);
+    on("snapshot", &store, &["autumn"]).expect(0);
+    // Steps go back with a rollback and a new run: the newest stay, not those of the highest steps.
+    on("rollback", &store, &["auto-1-4"]).expect(0);
+    let two =
+        ["--new-run", "--seq-len", "32", "--batch-rows", "4", "--steps", "2", "--data", &text];
+    train(&store, &[&two[..], &keep].concat()).expect(0);
+    assert_eq!(names(), ["auto-2-2", "auto-1-6", "autumn"]);
+    on("snapshot", &store, &["auto-1-6", "--remove"]).expect(0);
+    // As a file's number, too.
+    let options = lab.write("options.toml", "snapshot-every = 1\nkeep-snapshots = 1\n");
+    train(&store, &["--steps", "3", "--options", &options]).expect(0);
+    assert_eq!(names(), ["auto-2-3", "autumn"]);
+}
+
+#[test]
+fn the_commit_before_a_new_run_has_options_that_are_gone() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let six = state(&store);
+    let new = [&RUN[..], &[&text, "--new-run", "--fault", "run.start:abort:1"]].concat();
+    start_training(&store, &new).wait_with_output().unwrap();
+    assert_eq!(state(&store).0, 0);
+    on("rollback", &store, &["previous"]).expect(2).says(&["--new-run", "--layers"]);
+    on("rollback", &store, &["previous", "--layers", "embed-head"]).expect(0);
+    assert_eq!(state(&store).1, six.1);
 }

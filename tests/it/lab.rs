@@ -117,6 +117,11 @@ pub(crate) fn kill(child: &Child, name: &str) {
     assert!(sent.success());
 }
 
+/// [`kill`] by number; the process may have ended by itself.
+pub(crate) fn kill_pid(pid: impl std::fmt::Display, name: &str) {
+    Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+}
+
 /// The result of a process; one that a signal ended has the code 128 + signal, as in shells.
 pub(crate) fn ran(output: Output) -> Ran {
     use std::os::unix::process::ExitStatusExt;

@@ -146,3 +146,53 @@ fn layers_that_hardly_learn_are_locked_and_a_killed_run_locks_the_same() {
     assert_eq!((state(&store), locked(&store)), (state(&calm), locked(&calm)));
     train(&calm, &["--steps", "9", "--auto-lock", "1e-4:3"]).expect(2).says(&["--auto-lock"]);
 }
+
+/// Moments of a new run count as zero, those of locked layers too, whatever their files hold.
+#[test]
+fn a_new_run_starts_as_on_imported_weights_with_layers_locked_and_unlocked_again() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[1], 5), lab.text("text.txt", 60));
+    let (out, twin) = (lab.path("out"), lab.path("twin"));
+    train(&store, &[&RUN[..], &[&text]].concat()).expect(0);
+    ftactor(&["lock", "--store", &store, "0"]).expect(0);
+    let again = [&RUN[..], &[&text, "--new-run"]].concat();
+    let eight = state(&store);
+    train(&store, &[&again[..], &["--lock", "embed"]].concat()).expect(0);
+    assert_eq!(changed(&eight, &state(&store)), [true, true, true, true, true], "all have t = 0");
+    let kept = |layer: usize| state(&store).1[layer].0 == eight.1[layer].0;
+    assert_eq!([0, 1, 2].map(kept), [true, true, false]);
+    ftactor(&["verify", "--store", &store]).expect(0);
+    ftactor(&["unlock", "--store", &store, "embed,0"]).expect(0);
+    ftactor(&["export", "--store", &store, "--out", &out]).expect(0);
+    ftactor(&["import", &out, "--store", &twin]).expect(0);
+    train(&store, &again).expect(0);
+    train(&twin, &[&RUN[..], &[&text]].concat()).expect(0);
+    assert_eq!(state(&store), state(&twin));
+}
+
+#[test]
+fn rot_in_a_locked_layer_is_never_trained_on() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[1], 5), lab.text("text.txt", 60));
+    train(&store, &[&RUN[..], &[&text]].concat()).expect(0);
+    let live = |layer: usize, name: &str| {
+        let slot = inspect(&store)["layers"][layer]["slot"].as_str().unwrap().to_owned();
+        Path::new(&store).join("layers").join(name).join(slot).join("weight.safetensors")
+    };
+    let flip = |file: &Path| {
+        let mut bytes = std::fs::read(file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(file, bytes).unwrap();
+    };
+    let (first, second) = (live(1, "0"), live(2, "1"));
+    ftactor(&["lock", "--store", &store, "0"]).expect(0);
+    flip(&first);
+    let more = ["--steps", "9"];
+    train(&store, &more).expect(3).says(&["0/", "weight.safetensors", "ftactor verify"]);
+    flip(&first);
+    flip(&second);
+    ftactor(&["lock", "--store", &store, "1"]).expect(3).says(&["weight.safetensors"]);
+    train(&store, &["--lock", "1", "--steps", "9"]).expect(3).says(&["weight.safetensors"]);
+    flip(&second);
+    train(&store, &more).expect(0);
+}

@@ -1,11 +1,11 @@
 //! `--supervise`: the run is killed, aborted, failed; the parent starts it again, or says why not.
 
 use std::fs;
-use std::process::{Child, Command};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use crate::lab::{
-    FAMILIES, Lab, Tiny, ftactor, kill, ran, solo, soon, start_training, state, train,
+    FAMILIES, Lab, Tiny, ftactor, kill, kill_pid, ran, solo, soon, start_training, state, train,
 };
 
 const MODEL: Tiny = Tiny { family: "llama", tied: true, layers: 3, hidden: 48 };
@@ -32,11 +32,6 @@ fn is_alive(pid: u32) -> bool {
     // A zombie is dead, but nobody has asked for its end yet.
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with(['Z', 'X']))
         && !stat.is_empty()
-}
-
-fn kill_pid(pid: u32, signal: &str) {
-    // It may have ended by itself.
-    Command::new("kill").args([signal, &pid.to_string()]).status().unwrap();
 }
 
 fn calm(lab: &Lab, text: &str) -> crate::lab::State {

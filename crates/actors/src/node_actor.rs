@@ -233,7 +233,7 @@ impl NodeActor {
             }
             Err(failure) => {
                 let fatal = judge(&failure) == Verdict::StopNode;
-                tracing::warn!(%attempt, %failure, "attempt failed");
+                tracing::info!(%attempt, %failure, "attempt failed");
                 self.report(FromNode::Failed { attempt, fatal }, Detail::Failure(failure));
                 None
             }

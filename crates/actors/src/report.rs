@@ -83,11 +83,12 @@ pub enum Event {
         step: u64,
         last_step: u64,
     },
-    /// An attempt was dropped; the step will be tried again, if the run is not at its end.
+    /// An attempt was dropped; `again`: the step will be tried again.
     Aborted {
         step: u64,
         attempt: u64,
         reason: String,
+        again: bool,
     },
     /// A step waits to begin until a reason is gone.
     Paused {

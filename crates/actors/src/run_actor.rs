@@ -263,7 +263,8 @@ impl RunActor {
             {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
-                self.args.observer.event(&Event::Aborted { step, attempt: attempt.0, reason });
+                let (attempt, again) = (attempt.0, !fatal);
+                self.args.observer.event(&Event::Aborted { step, attempt, reason, again });
                 if !self.gave_up {
                     self.failure = Some(Arc::new(failure));
                 }

@@ -45,7 +45,7 @@ pub(crate) enum Command {
     /// Show what a store holds
     #[command(after_help = "Example:\n  ftactor inspect --store ./store --json")]
     Inspect(StoreArgs),
-    /// Read every byte of a store and compare it with its hash
+    /// Read every byte of weights, moments, snapshots and token rows and compare it with its hash
     #[command(after_help = "Example:\n  ftactor verify --store ./store")]
     Verify(StoreArgs),
     /// Stop training layers: they are read, never changed, and give half of their disk space back

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use actors::Forward;
 use anyhow::Context;
@@ -21,9 +20,9 @@ use crate::machine;
 use crate::out::{errln, outln};
 use crate::progress::ByteBar;
 use crate::run_record::RunRecord;
+use crate::run_start::{self, check_untrained};
 use crate::text::{self, Sampling};
 
-const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// Files that may accompany a tokenizer.json.
 const TOKENIZER_FILES: [&str; 6] = [
     "tokenizer.json",
@@ -163,7 +162,14 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             .collect();
         outln!(
             "{}",
-            json!({"run": run, "step": state.step, "layers": layers, "snapshots": snapshots})
+            json!({
+                "run": run,
+                "step": state.step,
+                "loss": finite(state.loss),
+                "tokens_total": state.tokens_total,
+                "layers": layers,
+                "snapshots": snapshots,
+            })
         );
         return Ok(ExitCode::SUCCESS);
     }
@@ -203,11 +209,13 @@ fn finite(value: f64) -> Option<f64> {
 
 pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
     let io = machine::engine(machine::store_bytes(&args.store));
-    let store = told(ReadingStore::open_to_verify(io, &args.store, LOCK_WAIT)?);
+    let store = told(machine::patiently(|wait| {
+        ReadingStore::open_to_verify(Arc::clone(&io), &args.store, wait)
+    })?);
     let bar = ByteBar::new("verify");
     let mut damage = store.verify(|done, total| bar.at(done, total))?;
     drop(bar);
-    damage.extend(damaged_rows(&store)?);
+    damage.extend(damaged_run(&store)?);
     if args.json {
         let list: Vec<_> = damage
             .iter()
@@ -223,34 +231,49 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
     if damage.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
+    let dir = args.store.display();
+    let mut without_remedy = false;
     for d in &damage {
         let inside =
             if d.tensor.is_empty() { String::new() } else { format!(" ({} ..)", d.tensor) };
         errln!("damaged: {}, in the 4 MiB from byte {}{inside}", d.file.display(), d.offset);
-        if let (Some(layer), Some(version)) = (d.layer, d.healed_by.last()) {
-            let layer = &store.table().layer(layer).name;
-            errln!(
-                "  an earlier version of it is intact: ftactor rollback --store {} {version} --layers {layer}",
-                args.store.display()
-            );
+        match (d.layer, d.healed_by.last(), &d.snapshot) {
+            (Some(layer), Some(version), _) => {
+                let layer = &store.table().layer(layer).name;
+                errln!(
+                    "  an earlier version of it is intact: ftactor rollback --store {dir} {version} --layers {layer}"
+                );
+            }
+            (_, _, Some(snapshot)) => errln!(
+                "  the last commit does not need it: ftactor snapshot --store {dir} {snapshot} --remove"
+            ),
+            _ => without_remedy = true,
         }
     }
-    if damage.iter().any(|d| d.healed_by.is_empty()) {
+    if without_remedy {
         errln!("else put the files back from a copy of the store, or import the model again");
     }
     Ok(ExitCode::from(exit::DAMAGED))
 }
 
-/// The token rows of the store's run, if they are damaged.
-fn damaged_rows(store: &ReadingStore) -> anyhow::Result<Option<Damage>> {
-    let Some(text) = store.read_run()? else { return Ok(None) };
-    let file = store.dir().join(RunRecord::from_json(store.dir(), &text)?.rows_file);
+/// The store's `run.json` or its run's token rows, if they are lost or damaged; what to do is said.
+fn damaged_run(store: &ReadingStore) -> anyhow::Result<Option<Damage>> {
+    let told = |error: anyhow::Error, file: PathBuf| {
+        errln!("{error:#}");
+        Some(Damage { file, ..Damage::default() })
+    };
+    let Some(text) = store.read_run()? else {
+        let lost = check_untrained(store.dir(), store.state()).err();
+        return Ok(lost.and_then(|error| told(error.into(), store.dir().join("run.json"))));
+    };
+    let record = match RunRecord::from_json(store.dir(), &text) {
+        Ok(record) => record,
+        Err(error) => return Ok(told(error, store.dir().join("run.json"))),
+    };
+    let file = store.dir().join(&record.rows_file);
     match data::Rows::open_verified(&file) {
         Ok(_) => Ok(None),
-        Err(error) => {
-            errln!("{error}");
-            Ok(Some(Damage { file, ..Damage::default() }))
-        }
+        Err(error) => Ok(told(anyhow::Error::new(error).context(run_start::UNUSABLE), file)),
     }
 }
 
@@ -344,7 +367,7 @@ pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
 
 fn open(dir: &Path) -> anyhow::Result<ReadingStore> {
     let io = machine::engine(machine::store_bytes(dir));
-    Ok(told(ReadingStore::open(io, dir, LOCK_WAIT)?))
+    Ok(told(machine::patiently(|wait| ReadingStore::open(Arc::clone(&io), dir, wait))?))
 }
 
 /// Passes on what opening found.

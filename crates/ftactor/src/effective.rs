@@ -43,7 +43,7 @@ struct Known {
 impl Known {
     fn of(dir: &Path, new_run: bool) -> anyhow::Result<Known> {
         let io = machine::engine(machine::store_bytes(dir));
-        let store = ReadingStore::open(io, dir, solo::LOCK_WAIT)?;
+        let store = ReadingStore::open(io, dir, machine::LOCK_WAIT)?;
         let config = ModelConfig::from_json(store.config_json())?;
         let run = store.read_run()?.filter(|_| !new_run);
         Ok(Known {

@@ -72,7 +72,7 @@ pub(crate) fn event_line(event: &Event) -> Value {
         Event::Started { step, last_step } => {
             json!({"event": "start", "step": step, "last_step": last_step})
         }
-        Event::Aborted { step, attempt, reason } => {
+        Event::Aborted { step, attempt, reason, .. } => {
             json!({"event": "abort", "step": step, "attempt": attempt, "reason": reason})
         }
         Event::Paused { step, reason } => {

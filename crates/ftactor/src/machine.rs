@@ -2,16 +2,20 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use actors::FaultPlan;
 use anyhow::Context;
 use compute::{CpuDevice, Device};
 use model::{Budget, ModelConfig, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use store::{Io, Recovery, injected_engine, mmap_engine};
+use store::{Io, Recovery, StoreError, injected_engine, mmap_engine};
 
 use crate::exit::refuse;
 use crate::out::errln;
+
+/// How long a store that somebody else uses is waited for.
+pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
 
 /// Threads of the store's engine: they wait for the disk, so more than cores pay.
 const IO_THREADS: usize = 4;
@@ -125,6 +129,21 @@ pub(crate) fn is_inside(path: &Path, dir: &Path) -> bool {
     let there = path.ancestors().map(|p| if p.as_os_str().is_empty() { here } else { p });
     let nearest = there.into_iter().find_map(|p| p.canonicalize().ok());
     nearest.zip(dir.canonicalize().ok()).is_some_and(|(path, dir)| path.starts_with(dir))
+}
+
+/// Opens a store that somebody else may be using, whose lock is waited for: after a moment with a
+/// word about it.
+pub(crate) fn patiently<T>(
+    open: impl Fn(Duration) -> Result<T, StoreError>,
+) -> Result<T, StoreError> {
+    const SILENT: Duration = Duration::from_secs(1);
+    match open(SILENT) {
+        Err(StoreError::InUse { dir }) => {
+            errln!("waiting for {}, which another process uses ...", dir.display());
+            open(LOCK_WAIT - SILENT)
+        }
+        opened => opened,
+    }
 }
 
 #[cfg(test)]

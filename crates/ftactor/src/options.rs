@@ -7,7 +7,7 @@ use actors::Clip;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use schedule::AutoLock;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::exit::{Refused, refuse};
 
@@ -123,7 +123,7 @@ pub(crate) struct TrainOptions {
     pub(crate) lock: Option<String>,
     /// Take a snapshot every so many steps or epochs, e.g. 500, 500steps, 1epochs
     #[arg(long, value_name = "N[steps|epochs]")]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "text_or_number", default)]
     pub(crate) snapshot_every: Option<String>,
     /// Snapshots of --snapshot-every to keep; older ones go [default: 2]
     #[arg(long, value_name = "N", requires = "snapshot_every")]
@@ -316,6 +316,20 @@ pub(crate) fn parse_every(text: &str) -> anyhow::Result<Every> {
         (Some(number), "epoch" | "epochs") => Ok(Every::Epochs(number)),
         _ => refuse(format!("{text}: expected a number of steps or epochs, e.g. 500 or 1epochs")),
     }
+}
+
+/// In a file `snapshot-every = 500` is as good as `"500"`.
+fn text_or_number<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Given {
+        Number(u64),
+        Text(String),
+    }
+    Ok(Some(match Given::deserialize(value)? {
+        Given::Number(number) => number.to_string(),
+        Given::Text(text) => text,
+    }))
 }
 
 /// `global:X`, `layer:X` or `none`.

@@ -166,7 +166,8 @@ fn step_message(report: &StepReport, left: f64) -> String {
         ("network", stall.network),
     ];
     let (name, seconds) = waits.into_iter().fold(waits[0], |a, b| if b.1 > a.1 { b } else { a });
-    let share = 100.0 * seconds / report.seconds;
+    // The waits are those of the sweep, which overlaps the commit before.
+    let share = (100.0 * seconds / report.seconds).min(100.0);
     format!(
         "loss {:.4}  norm {:.3}  {rate:.0} tok/s  {moved:.2} GB/s of state  {share:.0} % waiting for {name}  ETA {}",
         report.loss,
@@ -187,7 +188,7 @@ impl Observer for RunObserver {
     fn event(&self, event: &Event) {
         self.record(&event_line(event));
         match event {
-            Event::Aborted { step, reason, .. } => {
+            Event::Aborted { step, reason, again: true, .. } => {
                 self.say(&format!("step {step} is tried again: {reason}"));
             }
             Event::Restarted { actor, reason } => {
@@ -204,7 +205,8 @@ impl Observer for RunObserver {
             Event::Locked { step, layers } => {
                 self.say(&format!("locked from step {} on: {}", step + 1, layers.join(", ")));
             }
-            Event::Started { .. } | Event::Ended { .. } => {}
+            // The closing summary has the reason.
+            Event::Aborted { .. } | Event::Started { .. } | Event::Ended { .. } => {}
         }
     }
 }

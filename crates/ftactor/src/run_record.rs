@@ -192,17 +192,16 @@ impl RunRecord {
         let mut differences = Vec::new();
         let mut frozen = frozen.as_object().cloned().unwrap_or_default();
         // What is not asked for is not written down, and cannot be asked for later.
-        for name in ["loss-spike", "auto-lock"] {
-            frozen.entry(name).or_insert(serde_json::Value::Null);
-        }
+        frozen.entry("auto-lock").or_insert(serde_json::Value::Null);
         for (name, was) in &frozen {
-            let may_change = ["steps", "device", "guard"].contains(&name.as_str());
+            let may_change = ["steps", "device", "guard", "loss-spike"].contains(&name.as_str());
             let Some(now) = given.get(name).filter(|_| !may_change) else { continue };
             let equal = match (was.as_f64(), now.as_f64()) {
                 (Some(was), Some(now)) => was == now,
                 _ => was == now,
             };
             if !equal {
+                let was = if was.is_null() { "none".into() } else { was.to_string() };
                 differences.push(format!("--{name}: the run has {was}, given {now}"));
             }
         }

@@ -10,7 +10,7 @@ use data::{Order, Rows, Sampler};
 use model::{BudgetError, LayerTable, Limits, ModelConfig};
 use schedule::Policy;
 use serde_json::{Map, Value};
-use store::{RollBack, State, TrainingStore};
+use store::{RollBack, State, StoreError, TrainingStore};
 
 use crate::exit::{Refused, refuse};
 use crate::machine;
@@ -18,6 +18,10 @@ use crate::options::TrainOptions;
 use crate::out::errln;
 use crate::run_record::{Defaults, RunRecord};
 use crate::{new_run, text};
+
+/// What to do about token rows that are lost or damaged.
+pub(crate) const UNUSABLE: &str = "the token rows of the run cannot be used; its data makes them again: give \
+    --data PATH as when it was started";
 
 /// Peak learning rate for a store that names none.
 const LR: f64 = 1e-5;
@@ -40,7 +44,10 @@ pub(crate) fn decide(
     let defaults = defaults(config, store.defaults());
     let before = store.read_run()?;
     if let Some(text) = before.as_ref().filter(|_| !new_run) {
-        return resume(store, RunRecord::from_json(store.dir(), text)?, data, options);
+        return resume(store, config, RunRecord::from_json(store.dir(), text)?, data, options);
+    }
+    if !new_run {
+        check_untrained(store.dir(), &store.state())?;
     }
     check_paths(store, options)?;
     if data.is_empty() {
@@ -98,8 +105,19 @@ pub(crate) fn finish_rollback(store: &TrainingStore) -> anyhow::Result<()> {
     Ok(store.write_run(&record.to_json()?)?)
 }
 
+/// Refuses a store without a `run.json` that has steps behind it: its run's record is lost.
+pub(crate) fn check_untrained(dir: &Path, state: &State) -> Result<(), StoreError> {
+    if state.step.0 == 0 {
+        return Ok(());
+    }
+    let what = "the file is missing; going back to a snapshot brings its own, and `solo --new-run` \
+                starts a new run from the weights";
+    Err(StoreError::Damaged { file: dir.join("run.json"), what: what.into() })
+}
+
 fn resume(
     store: &TrainingStore,
+    config: &ModelConfig,
     mut record: RunRecord,
     data: &[PathBuf],
     options: &TrainOptions,
@@ -109,9 +127,16 @@ fn resume(
         differences.extend(data_differences(&record, data)?);
     }
     refuse_differences(&differences)?;
-    let unusable =
-        "the token rows of the run cannot be used; start again with --new-run --data PATH";
-    let rows = Rows::open(store.dir().join(&record.rows_file)).context(unusable)?;
+    if !data.is_empty() {
+        // They hold what the run has, and so give its rows, should those be lost.
+        text::prepare_rows(store.dir(), config, data, record.seq_len)?;
+    }
+    let rows_file = store.dir().join(&record.rows_file);
+    if !rows_file.exists() {
+        let what = format!("the file is missing; {UNUSABLE}");
+        return Err(StoreError::Damaged { file: rows_file, what }.into());
+    }
+    let rows = Rows::open(&rows_file).context(UNUSABLE)?;
     let sampler = batches(&rows, record.batch_rows);
     let wanted =
         options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
@@ -124,19 +149,21 @@ fn resume(
                 store.state().step.0
             ));
         }
-        errln!("note: the run now has {steps} steps instead of {}", record.steps);
+        errln!(
+            "note: the run now has {steps} steps instead of {}, and its learning rates follow",
+            record.steps
+        );
         record.steps = steps;
     }
-    if let Some(guard) = options.guard.filter(|guard| *guard != record.guard) {
-        // It changes no step that was committed.
-        record.guard = guard;
-    }
+    // What a guard refuses changes no step that was committed.
+    record.guard = options.guard.unwrap_or(record.guard);
+    record.loss_spike = options.loss_spike.or(record.loss_spike);
     if store.state().step.0 >= record.steps && !record.reset_first {
         return Ok(None);
     }
     check_paths(store, options)?;
     // The whole file is hashed: rot in it would be trained on.
-    rows.verify().context(unusable)?;
+    rows.verify().context(UNUSABLE)?;
     check_rows(&rows, &record, &store.state())?;
     Ok(Some(Run { record, rows }))
 }

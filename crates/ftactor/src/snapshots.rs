@@ -1,13 +1,13 @@
 //! `--snapshot-every`: snapshots that a run takes by itself, and how many of them stay.
 
 use data::Sampler;
-use store::{LayerState, StoreError, TrainingStore};
+use store::{LayerState, Snapshot, StoreError, TrainingStore};
 
 use crate::options::{Every, TrainOptions, parse_every};
 use crate::progress::RunObserver;
 
-/// Names of snapshots that a run took by itself begin so; others are never removed.
-const AUTOMATIC: &str = "auto-";
+/// Names of snapshots that a run took by itself begin so, and nobody else's; others are never removed.
+pub(crate) const AUTOMATIC: &str = "auto-";
 const KEPT: usize = 2;
 
 /// Steps between two snapshots.
@@ -20,9 +20,9 @@ pub(crate) fn interval(options: &TrainOptions, sampler: &Sampler) -> anyhow::Res
 }
 
 /// Takes a snapshot of the last commit. One that cannot be is worth less than the run: it is told.
-pub(crate) fn take(store: &TrainingStore, kept: Option<usize>, observer: &RunObserver) {
+pub(crate) fn take(store: &TrainingStore, run: u64, kept: Option<usize>, observer: &RunObserver) {
     let step = store.state().step;
-    let name = format!("{AUTOMATIC}{step}");
+    let name = format!("{AUTOMATIC}{run}-{step}");
     match try_take(store, &name, kept.unwrap_or(KEPT)) {
         Ok(true) => {
             observer.say(&format!("step {step}: snapshot {name}"));
@@ -46,9 +46,11 @@ fn try_take(store: &TrainingStore, name: &str, kept: usize) -> Result<bool, Stor
         // The run went back since then and came here another way.
         store.remove_snapshot(name)?;
     }
-    let names = all.into_iter().map(|snapshot| snapshot.name);
-    let before: Vec<String> =
-        names.filter(|known| known.starts_with(AUTOMATIC) && known != name).collect();
+    let mut automatic: Vec<Snapshot> = all;
+    automatic.retain(|known| known.name.starts_with(AUTOMATIC) && known.name != name);
+    // Attempts only grow over a store's life; steps go back.
+    automatic.sort_by_key(|snapshot| snapshot.state.attempt);
+    let before: Vec<String> = automatic.into_iter().map(|snapshot| snapshot.name).collect();
     // The oldest make way first: what they hold is what the new one will need.
     let surplus = (before.len() + 1).saturating_sub(kept);
     for old in before.iter().take(surplus) {

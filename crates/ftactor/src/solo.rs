@@ -11,22 +11,21 @@ use actors::{
 use anyhow::Context;
 use data::{Rows, Sampler, Tokenizer};
 use model::{Budget, Limits, ModelConfig};
-use schedule::{End, Policy};
-use store::{ReadingStore, State, TrainingStore, show_bytes};
+use schedule::{End, Policy, SKIPS_IN_A_ROW};
+use store::{ReadingStore, State, StoreError, TrainingStore, show_bytes};
 use telemetry::{BlockDevice, Metrics, Server};
 
 use crate::cli::SoloArgs;
 use crate::exit::{self, Refused, refuse};
 use crate::interrupt::Interrupt;
 use crate::log::StepLog;
-use crate::options::{TrainOptions, parse_size};
+use crate::options::{GuardChoice, TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
-use crate::progress::{RunObserver, Show};
+use crate::progress::{ByteBar, RunObserver, Show};
 use crate::run_record::RunRecord;
 use crate::run_start::{Run, decide, finish_rollback, limits, order, settle};
 use crate::{demo, effective, layers, machine, snapshots, supervise, text};
 
-pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
 /// How long a closing run waits for threads to let go of the store.
 const LET_GO: Duration = Duration::from_secs(2);
 pub(crate) const METRICS_ADDRESS: &str = "127.0.0.1:9464";
@@ -133,7 +132,9 @@ pub(crate) fn train(
     let interrupt = runtime.block_on(async { Interrupt::listen() });
     let faults = FaultPlan::new(args.fault.clone());
     let io = machine::failing(machine::engine(machine::store_bytes(dir)), &faults);
-    let (store, recovery) = TrainingStore::open(io, dir, budget.clone(), LOCK_WAIT)?;
+    let (store, recovery) =
+        machine::patiently(|wait| TrainingStore::open(Arc::clone(&io), dir, budget.clone(), wait))?;
+    drop(io);
     machine::tell(&recovery, store.state().step);
     finish_rollback(&store)?;
     remove_temporary_rows(dir);
@@ -152,6 +153,9 @@ pub(crate) fn train(
     if let Some(text) = &options.lock {
         store.lock(&layers::parse(text, store.table())?)?;
     }
+    let bar = ByteBar::new("check locked layers");
+    store.check_locked(|done, total| bar.at(done, total))?;
+    drop(bar);
     let mut session = open_session(store, config, run, options, budget)?;
     session.patience = args.stuck_after.map_or_else(Patience::default, Patience::of_seconds);
     if args.no_prefetch {
@@ -162,7 +166,7 @@ pub(crate) fn train(
     if let Some(Failure::NotFinite { .. } | Failure::Update { .. }) = summary.failure.as_deref() {
         // Damaged weights give such losses too, and then that is what has to be told.
         let io = machine::engine(machine::store_bytes(dir));
-        ReadingStore::open(io, dir, LOCK_WAIT)?.check_weights()?;
+        ReadingStore::open(io, dir, machine::LOCK_WAIT)?.check_weights()?;
     }
     Ok(Ended::Run { summary })
 }
@@ -222,6 +226,9 @@ fn run_session(
     let last = session.record.steps;
     let observer = RunObserver::new(show, first, last, parameters, log, metrics);
     let observer = Arc::new(observer);
+    if first > 0 {
+        observer.say(&format!("goes on behind step {first} of {last}"));
+    }
     let result = run_segments(&runtime, interrupt, &session, options, faults, &observer);
     observer.finish();
     if let Some(server) = server {
@@ -300,7 +307,7 @@ fn run_segments(
         if summary.end == End::Completed
             && snapshot_every.is_some_and(|every| summary.step.is_multiple_of(every))
         {
-            snapshots::take(&session.store, options.keep_snapshots, observer);
+            snapshots::take(&session.store, session.record.run, options.keep_snapshots, observer);
         }
         if summary.end != End::Completed || summary.step >= session.record.steps {
             return Ok(summary);
@@ -424,18 +431,26 @@ fn measure(
 fn close(session: Session, summary: &Summary, show: Show) -> anyhow::Result<()> {
     let state = session.store.state();
     let state_bytes = 12 * session.store.table().elements() as u64;
-    let dir = session.store.dir().to_path_buf();
+    let (dir, guard) = (session.store.dir().to_path_buf(), session.record.guard);
     match sole_owner(session.store) {
-        Some(store) => store.close().or_else(|error| match summary.end {
+        Some(store) => store.close().or_else(|error| match (summary.end, error) {
             // A failed run has its own error to tell.
-            End::Failed => Ok(()),
-            End::Completed | End::Stopped => Err(error),
+            (End::Failed, _) => Ok(()),
+            (_, error @ StoreError::NoSpace { .. }) => {
+                errln!(
+                    "warning: {error}; every step is kept, and with some room `ftactor inspect --store \
+                     {}` lets other software load the store",
+                    dir.display()
+                );
+                Ok(())
+            }
+            (End::Completed | End::Stopped, error) => Err(error),
         })?,
         None => tracing::warn!("the store is still used; its index is not rewritten"),
     }
     match show {
         Show::Json => outln!("{}", summary_json(summary, &state)),
-        Show::Bar | Show::Nothing => print_summary(summary, &state, state_bytes, &dir),
+        Show::Bar | Show::Nothing => print_summary(summary, &state, state_bytes, &dir, guard),
         Show::Silent => {}
     }
     Ok(())
@@ -471,7 +486,13 @@ fn summary_json(summary: &Summary, state: &State) -> serde_json::Value {
     })
 }
 
-fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path) {
+fn print_summary(
+    summary: &Summary,
+    state: &State,
+    state_bytes: u64,
+    dir: &Path,
+    guard: GuardChoice,
+) {
     let ended = match summary.end {
         End::Completed => "done",
         End::Stopped => "stopped",
@@ -493,12 +514,22 @@ fn print_summary(summary: &Summary, state: &State, state_bytes: u64, dir: &Path)
     let store = dir.display();
     match summary.failure.as_deref().filter(|_| summary.end == End::Failed) {
         None if summary.end == End::Completed => {}
+        Some(Failure::NotFinite { .. } | Failure::Update { .. } | Failure::Spike { .. })
+            if guard == GuardChoice::Skip =>
+        {
+            outln!(
+                "committed steps are kept; {SKIPS_IN_A_ROW} steps in a row were refused, so that passing \
+                 over more is no way out: go back to a snapshot, or start again from the weights with a \
+                 lower --lr: ftactor solo --store {store} --new-run --data PATH --lr X"
+            );
+        }
         Some(Failure::NotFinite { .. } | Failure::Update { .. }) => outln!(
             "committed steps are kept; pass such steps over with --guard skip, or start again from \
              their weights with a lower --lr: ftactor solo --store {store} --new-run --data PATH --lr X"
         ),
         Some(Failure::Spike { .. }) => outln!(
-            "committed steps are kept; pass such steps over: ftactor solo --store {store} --guard skip"
+            "committed steps are kept; pass such steps over with --guard skip, or let more pass with a \
+             higher --loss-spike: ftactor solo --store {store} --guard skip"
         ),
         Some(failure) if exit::failure_code(failure) == exit::DAMAGED => {
             errln!("{}", exit::DAMAGE_REMEDY);

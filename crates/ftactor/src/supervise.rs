@@ -18,10 +18,9 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::cli::SoloArgs;
 use crate::exit;
-use crate::machine;
+use crate::machine::{self, LOCK_WAIT};
 use crate::out::errln;
 use crate::run_record::RunRecord;
-use crate::solo::LOCK_WAIT;
 
 /// Set for a child: its parent's number.
 const CHILD: &str = "FTACTOR_SUPERVISED";
@@ -33,6 +32,8 @@ const BACK_OFF_MIN: Duration = Duration::from_millis(250);
 /// A run that lasted this long has earned a fresh count, even if it committed nothing.
 const LONG: Duration = Duration::from_secs(3600);
 const POLL: Duration = Duration::from_millis(20);
+/// How often a run that found too little disk or memory is tried again.
+const ROOM_POLL: Duration = Duration::from_secs(5);
 
 /// Lets a supervised process stop when its parent dies; nothing happens in any other.
 pub(crate) fn follow_parent() -> anyhow::Result<()> {
@@ -57,12 +58,27 @@ pub(crate) fn run(args: &SoloArgs, store: &Path) -> anyhow::Result<ExitCode> {
 async fn supervise(args: &SoloArgs, store: &Path) -> anyhow::Result<ExitCode> {
     let mut watch = Watch::new(store, args.new_run);
     let mut signals = Signals::listen()?;
+    // An earlier life came far enough to be worth another one.
+    let mut lived = false;
     loop {
         let started = Instant::now();
         let status = watch.one_life(&mut signals).await?;
+        if lived && lacks_room(status) && !signals.asked {
+            // It began with enough: somebody else took the room, and may give it back.
+            errln!(
+                "supervisor: {}; trying again every {} s",
+                describe(status),
+                ROOM_POLL.as_secs()
+            );
+            tokio::select! {
+                () = tokio::time::sleep(ROOM_POLL) => continue,
+                () = signals.next() => return Ok(ExitCode::from(exit::INTERRUPTED)),
+            }
+        }
         if let Some(code) = final_code(status, signals.asked) {
             return Ok(ExitCode::from(code));
         }
+        lived = true;
         let Some(wait) = watch.next_try(started.elapsed()) else {
             errln!(
                 "error: gave up after {RESTARTS} restarts without a committed step; the last end: {}",
@@ -162,8 +178,13 @@ fn final_code(status: ExitStatus, asked: bool) -> Option<u8> {
     }
 }
 
+fn lacks_room(status: ExitStatus) -> bool {
+    status.code() == Some(i32::from(exit::NOT_ENOUGH))
+}
+
 fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
+        (Some(_), _) if lacks_room(status) => "there is not enough disk or memory".into(),
         (Some(code), _) => format!("the run ended with exit code {code}"),
         (None, Some(9)) => "the run was killed (signal 9; if nobody did, it ran out of memory: \
                             see the kernel's log and --ram)"

@@ -49,6 +49,7 @@ impl AdamW {
         assert!(t >= 1, "the first update of AdamW has t = 1");
         let (lerp_from_grad, lerp_weight) = lerp(self.beta1);
         Prepared {
+            first: t == 1,
             grad_factor,
             keep: (1.0 - self.lr * self.weight_decay) as f32,
             lerp_from_grad,
@@ -65,6 +66,7 @@ impl AdamW {
 /// The float32 scalars of one step of one layer, shared by all its pieces.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prepared {
+    first: bool,
     grad_factor: f32,
     keep: f32,
     lerp_from_grad: bool,
@@ -74,6 +76,13 @@ pub struct Prepared {
     correction2_root: f32,
     eps: f32,
     step_size: f32,
+}
+
+impl Prepared {
+    /// Whether it is a layer's first update, for which the caller passes zero moments.
+    pub fn is_first(&self) -> bool {
+        self.first
+    }
 }
 
 /// What an update reads; all slices have the same length.

@@ -47,7 +47,7 @@ const SEEN_MIN: u64 = 20;
 const AVERAGED: u64 = 50;
 
 /// Skipped steps in a row after which the next refused one ends the run.
-pub(crate) const SKIPS_IN_A_ROW: u64 = 5;
+pub const SKIPS_IN_A_ROW: u64 = 5;
 
 const SEEN: &str = "losses_seen";
 const MEAN: &str = "loss_mean_bits";

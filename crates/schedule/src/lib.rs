@@ -18,7 +18,7 @@ mod run;
 mod visits;
 
 pub use auto_lock::AutoLock;
-pub use guard::{Guard, Reason, Trip};
+pub use guard::{Guard, Reason, SKIPS_IN_A_ROW, Trip};
 pub use ledger::Ledger;
 pub use node::{Node, NodeCommand, NodeConfig, NodeEvent, Policy};
 pub use run::{End, Run, RunCommand, RunConfig, RunEvent};

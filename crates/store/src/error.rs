@@ -30,7 +30,7 @@ pub enum StoreError {
     #[error("the store {} is in use by another process", dir.display())]
     InUse { dir: PathBuf },
     /// An earlier failure made this opening unusable; nothing was written since.
-    #[error("the store was stopped by an earlier failure ({cause}); open it again to recover")]
+    #[error("{}", poisoned(cause, *damaged))]
     Poisoned {
         cause: String,
         /// The cause was [`StoreError::Damaged`].
@@ -82,6 +82,16 @@ fn remedy(error: &io::Error) -> &'static str {
              `ulimit -n`"
         }
         _ => "",
+    }
+}
+
+/// Several operations may be in flight when damage is found: each tells of it.
+fn poisoned(cause: &str, damaged: bool) -> String {
+    match damaged {
+        true => cause.to_owned(),
+        false => format!(
+            "the store was stopped by an earlier failure ({cause}); open it again to recover"
+        ),
     }
 }
 

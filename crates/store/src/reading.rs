@@ -31,6 +31,8 @@ pub struct Damage {
     pub offset: u64,
     /// The layer whose live version is damaged; not for a snapshot's.
     pub layer: Option<LayerId>,
+    /// The snapshot whose version is damaged, where it is not the live one.
+    pub snapshot: Option<String>,
     /// What to go back to for an intact version of the layer, newest last: snapshots, and
     /// [`PREVIOUS`] if its version is still there.
     pub healed_by: Vec<String>,
@@ -316,8 +318,9 @@ impl ReadingStore {
         let layer = version.layer;
         let whole = Plane::ALL.len() as u64 * plane_bytes(layer);
         let at = |file: PathBuf, tensor: String, offset: u64| {
-            let layer = version.snapshot.is_none().then_some(layer.id);
-            Damage { file, tensor, offset, layer, healed_by: Vec::new() }
+            let snapshot = version.snapshot.map(|snapshot| snapshot.name.clone());
+            let layer = snapshot.is_none().then_some(layer.id);
+            Damage { file, tensor, offset, layer, snapshot, healed_by: Vec::new() }
         };
         let opened = version.open(&self.io, &self.dir).and_then(|files| {
             let hashes = files.read_hashes(&*self.io, version.state)?;

@@ -44,14 +44,22 @@ pub struct PreparedRollback<'s> {
     target: State,
     snapshot: Option<Snapshot>,
     ways: Vec<(LayerId, Way)>,
+    /// Slots that a layer which gets unlocked lacks for its next version.
+    homeless: Vec<(LayerId, Slot)>,
     /// Step, data cursor and locks go back as well.
     whole: bool,
 }
 
 impl PreparedRollback<'_> {
+    /// What was true at the place to go back to.
+    pub fn target(&self) -> &State {
+        &self.target
+    }
+
     /// Makes it true. Blocks; no step may be in flight.
     pub fn carry_out(self) -> Result<(), StoreError> {
-        let PreparedRollback { store, target, snapshot, ways, whole } = self;
+        let PreparedRollback { store, target, snapshot, ways, homeless, whole } = self;
+        store.make_slots(&homeless)?;
         let mut state = if whole { target.clone() } else { store.state() };
         state.attempt = store.state().attempt.max(target.attempt);
         for (layer, way) in ways {
@@ -71,7 +79,8 @@ impl TrainingStore {
     ///
     /// # Errors
     /// `Invalid` if there is no such snapshot, or if the previous version is gone; `Damaged` if the
-    /// snapshot does not match its hashes, or another layer stays damaged. Nothing has changed then.
+    /// snapshot does not match its hashes, or another layer stays damaged; `NoSpace` for the next
+    /// versions of layers that get unlocked. Nothing has changed then.
     pub fn rollback(
         &self,
         to: RollBack<'_>,
@@ -110,7 +119,22 @@ impl TrainingStore {
             };
             ways.push((layer, self.way(layer, &target, snapshot.as_ref(), &mut passed)?));
         }
-        Ok(PreparedRollback { store: self, target, snapshot, ways, whole: layers.is_none() })
+        let whole = layers.is_none();
+        let homeless = if whole { self.homeless(&target, &ways) } else { Vec::new() };
+        self.check_room_for(&homeless)?;
+        Ok(PreparedRollback { store: self, target, snapshot, ways, homeless, whole })
+    }
+
+    /// Inactive slots that layers which `target` trains do not have.
+    fn homeless(&self, target: &State, ways: &[(LayerId, Way)]) -> Vec<(LayerId, Slot)> {
+        let live = |layer: LayerId| self.state().layers[layer.index()].slot;
+        let lacks = |(layer, way): &(LayerId, Way)| {
+            let idle = live(*layer).other();
+            let unlocked = !target.layers[layer.index()].locked;
+            let lacks = matches!(way, Way::Stay) && self.inner.files_if_any(*layer, idle).is_none();
+            (unlocked && lacks).then_some((*layer, idle))
+        };
+        ways.iter().filter_map(lacks).collect()
     }
 
     fn target(&self, to: RollBack<'_>) -> Result<(State, Option<Snapshot>), StoreError> {

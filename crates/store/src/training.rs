@@ -147,7 +147,8 @@ impl TrainingStore {
 
     /// Reads weights of a slot, which may be the live one or one whose layer is finished but not
     /// committed yet. The block holds exactly `elements` as float32; it may be a map, during
-    /// whose life the slot must not be written. Not verified.
+    /// whose life the slot must not be written. Verified only for locked layers, which no optimizer
+    /// reads: their whole chunks.
     pub fn read_weights(
         &self,
         layer: LayerId,
@@ -160,6 +161,7 @@ impl TrainingStore {
         let files = inner.files(layer, slot);
         let bytes = elements.start * ELEMENT_BYTES..elements.end * ELEMENT_BYTES;
         assert!(bytes.start <= bytes.end && bytes.end as u64 <= files.data_bytes, "{elements:?}");
+        let done = self.guarding_locked(layer, slot, bytes.start, done);
         inner.read_data(&files, Plane::Weight, bytes, after, done);
     }
 

@@ -17,6 +17,10 @@ pub(super) const ELEMENTS: usize = CHUNK_BYTES / 4;
 /// Elements that are hashed and computed at a time: 7 x 64 KiB, in the second-level cache.
 const PIECE: usize = 16 << 10;
 
+/// What the moments of a layer's first update count as, whatever its files hold: a new run need not
+/// rewrite them.
+static NO_MOMENTS: [f32; PIECE] = [0.0; PIECE];
+
 /// Elements that one thread square-sums at a time: a power of two of the norm tree's blocks.
 const NORM_PIECE: usize = 64 * optim::BLOCK_ELEMENTS;
 
@@ -123,7 +127,7 @@ fn update_piece(
                 }
             },
         };
-        let (input, output) = slices(state, new, local, dense);
+        let (input, output) = slices(prepared, state, new, local, dense);
         optim::update(prepared, decay, input, output);
     }
 }
@@ -154,31 +158,37 @@ impl Rows<'_> {
             if touched.is_empty() {
                 break;
             }
-            let (input, output) = slices(state, new, at - start..touched.start - start, &[]);
+            let (input, output) =
+                slices(prepared, state, new, at - start..touched.start - start, &[]);
             optim::update_zero_grad(prepared, decay, input, output);
             let offset = i * self.width + (touched.start - row);
             let grad = &self.values[offset..offset + touched.len()];
             let local = touched.start - start..touched.end - start;
-            let (input, output) = slices(state, new, local, grad);
+            let (input, output) = slices(prepared, state, new, local, grad);
             optim::update(prepared, decay, input, output);
             at = touched.end;
         }
-        let (input, output) = slices(state, new, at - start..part.end - start, &[]);
+        let (input, output) = slices(prepared, state, new, at - start..part.end - start, &[]);
         optim::update_zero_grad(prepared, decay, input, output);
     }
 }
 
 fn slices<'a>(
+    prepared: &Prepared,
     state: &'a StateChunk,
     new: &'a mut StateChunk,
     range: Range<usize>,
     grad: &'a [f32],
 ) -> (Input<'a>, Output<'a>) {
     let old = |block: &'a HostBytes| &block.f32s()[range.clone()];
+    let moments = |block: &'a HostBytes| match prepared.is_first() {
+        true => &NO_MOMENTS[..range.len()],
+        false => old(block),
+    };
     let input = Input {
         weight: old(&state.weight),
-        exp_avg: old(&state.exp_avg),
-        exp_avg_sq: old(&state.exp_avg_sq),
+        exp_avg: moments(&state.exp_avg),
+        exp_avg_sq: moments(&state.exp_avg_sq),
         grad,
     };
     let output = Output {

@@ -81,6 +81,10 @@ impl Inner {
         slots[layer.index()][slot as usize] = files.map(Arc::new);
     }
 
+    pub(crate) fn is_locked(&self, layer: LayerId) -> bool {
+        self.chain().state.layers[layer.index()].locked
+    }
+
     /// The files of an inactive slot that may be written: those that are there, or fresh ones.
     pub(super) fn ready_slot(
         &self,

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use model::{Budget, LayerId, Slot};
 use store::{
-    Faulty, Image, Injection, Io, Memory, OpKind, PREVIOUS, ReadingStore, Recovery, RollBack,
-    State, StoreError, TrainingStore, injected_engine, mmap_engine,
+    AfterUse, Faulty, Image, Injection, Io, Memory, OpKind, PREVIOUS, ReadingStore, Recovery,
+    RollBack, State, StoreError, TrainingStore, blocking, injected_engine, mmap_engine,
 };
 
+use crate::lifecycle::TWO_CHUNKS;
 use crate::support::{
     CONFIG, DIR, assert_contents, create_store, fresh_image, open, read, table, train_step,
 };
@@ -291,6 +292,43 @@ fn a_live_slot_that_cannot_be_opened_is_told_of_and_healed() {
             assert_contents(&store, if layers.is_some() { 5 } else { step + 1 });
         }
     }
+}
+
+/// Only locked layers are compared when they are read for the sweeps.
+#[test]
+fn a_locked_layer_that_rots_while_the_store_is_open_is_not_handed_out() {
+    let temporary = tempfile::tempdir().unwrap();
+    let dir = temporary.path().join("s");
+    let io = mmap_engine(1, true);
+    create_store(&io, &dir, TWO_CHUNKS).unwrap();
+    let (store, _) = open(&io, &dir).unwrap();
+    train_step(&store).unwrap();
+    let layer = LayerId(0);
+    store.lock(&[layer]).unwrap();
+    store.check_locked(|_, _| {}).unwrap();
+    let slot = store.state().layers[0].slot;
+    let elements = store.table().layer(layer).elements();
+    let read = |elements: std::ops::Range<usize>| {
+        blocking(|done| store.read_weights(layer, slot, elements, AfterUse::Forget, done)).map(drop)
+    };
+    read(0..elements).unwrap();
+    let file = dir.join("layers/embed").join(slot.name()).join("weight.safetensors");
+    let bytes = std::fs::OpenOptions::new().write(true).open(file).unwrap();
+    let last = bytes.metadata().unwrap().len() - 1;
+    std::os::unix::fs::FileExt::write_all_at(&bytes, &[0x55], last).unwrap();
+    // Chunks that are read in part cannot be compared, nor need others be.
+    read(0..elements - 1).unwrap();
+    let found = read(0..elements);
+    assert!(matches!(found, Err(StoreError::Damaged { .. })), "{found:?}");
+    assert!(matches!(store.check(), Err(StoreError::Poisoned { damaged: true, .. })));
+    drop(store);
+    let (store, _) = open(&io, &dir).unwrap();
+    assert!(matches!(store.check_locked(|_, _| {}), Err(StoreError::Damaged { .. })));
+    // Nor is a rotten layer locked.
+    drop(store);
+    let (store, _) = open(&io, &dir).unwrap();
+    store.unlock(&[layer]).unwrap();
+    assert!(matches!(store.lock(&[layer]), Err(StoreError::Damaged { .. })));
 }
 
 /// A rotten layer behind a torn record is found when the store opens.

@@ -16,7 +16,7 @@ use crate::support::{
 };
 
 /// Layers above one chunk, in both an even and an odd number of bytes past it.
-const TWO_CHUNKS: &str = r#"{"model_type":"llama","vocab_size":1201,"hidden_size":1024,
+pub(crate) const TWO_CHUNKS: &str = r#"{"model_type":"llama","vocab_size":1201,"hidden_size":1024,
     "intermediate_size":8,"num_hidden_layers":1,"num_attention_heads":8,
     "num_key_value_heads":1,"tie_word_embeddings":false,"max_position_embeddings":32}"#;
 
