@@ -7,8 +7,8 @@ use std::process::Command;
 
 use crate::bits::number_after;
 use crate::lab::{
-    FAMILIES, Lab, ROWS, Ran, Tiny, command, contents, ftactor, inspect, make_pipe, solo, soon,
-    start_training, state, train, with_file,
+    FAMILIES, Lab, ROWS, Ran, Tiny, command, contents, ftactor, inspect, make_pipe, ran, solo,
+    soon, start_training, state, train, with_file,
 };
 
 const RUN: [&str; 6] = ["--steps", "2", "--seq-len", "32", "--batch-rows", "4"];
@@ -389,4 +389,41 @@ fn a_new_run_that_was_killed_while_it_began_is_begun_again() {
     let (other, _) = trained(&lab);
     train(&other, &[&["--new-run", "--data", &text], &RUN[..]].concat()).expect(0);
     assert_eq!(killed, state(&other), "a new run begun twice is one begun once");
+}
+
+#[test]
+fn what_never_ends_or_waits_for_somebody_is_not_read() {
+    let lab = Lab::new();
+    let (store, text) = trained(&lab);
+    let name = inspect(&store)["run"]["rows-file"].as_str().unwrap().to_owned();
+    let rows = format!("{store}/{name}");
+    fs::remove_file(&rows).unwrap();
+    make_pipe(&rows);
+    soon(&solo(&store, &["--steps", "3"])).expect(3).says(&[&name, "no regular file"]);
+    soon(&["verify", "--store", &store]).expect(3).says(&[&name, "no regular file"]);
+    let zero = ["init", "--config", "/dev/zero", "--store", "x", "--tokenizer", "bytes"];
+    soon(&zero).expect(2).says(&["/dev/zero", "16 MiB"]);
+    let options = ["--options", "/dev/zero", "--data", &text];
+    soon(&solo(&store, &options)).expect(2).says(&["/dev/zero", "16 MiB"]);
+}
+
+#[test]
+fn a_store_that_is_moved_while_it_trains_stops_and_goes_on_where_it_is() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let (calm, store) = (lab.store("calm", FAMILIES[1], 1), lab.store("store", FAMILIES[1], 1));
+    let args = ["--steps", "8", "--seq-len", "32", "--batch-rows", "4", "--data", &text];
+    train(&calm, &args).expect(0);
+    let slow = ["--fault", "run:delay=20:1+"];
+    let child = start_training(&store, &[&args[..], &slow].concat());
+    while !Path::new(&store).join("run.json").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let moved = lab.path("moved");
+    fs::rename(&store, &moved).unwrap();
+    ran(child.wait_with_output().unwrap()).expect(5).says(&["moved or removed while it was open"]);
+    assert!(!Path::new(&store).exists());
+    ftactor(&["verify", "--store", &moved]).expect(0);
+    train(&moved, &[]).expect(0);
+    assert_eq!(state(&moved), state(&calm));
 }

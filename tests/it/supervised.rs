@@ -5,7 +5,8 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use crate::lab::{
-    FAMILIES, Lab, Tiny, ftactor, kill, kill_pid, ran, solo, soon, start_training, state, train,
+    FAMILIES, Lab, Tiny, command, ftactor, kill, kill_pid, ran, solo, soon, start_training, state,
+    train,
 };
 
 const MODEL: Tiny = Tiny { family: "llama", tied: true, layers: 3, hidden: 48 };
@@ -140,4 +141,28 @@ fn what_another_try_cannot_change_is_passed_on() {
     refused(&["--data", &text, "--ram", "1K"], 4);
     refused(&["--data", &text, "--seq-len", "32", "--batch-rows", "4"], 0);
     refused(&[], 0);
+}
+
+/// What a first thread's panic ends a process with is a crash like any other.
+#[test]
+fn a_panic_before_the_actors_run_is_answered_with_a_new_start() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[0], 4), lab.text("text.txt", 60));
+    let fault = ["--supervise", "--fault", "io.list:panic:1"];
+    let ended = train(&store, &[&RUN[..], &[&text], &fault].concat()).expect(5);
+    let ended = ended.says(&["gave up after 5 restarts", "exit code 101"]);
+    assert_eq!(ended.stderr.matches("starting again").count(), 5);
+}
+
+#[test]
+fn a_finished_run_whose_words_are_lost_is_not_started_again() {
+    let lab = Lab::new();
+    let (store, text) = (lab.store("store", FAMILIES[0], 4), lab.text("text.txt", 60));
+    let args = solo(&store, &[&RUN[..], &[&text, "--supervise", "--json"]].concat());
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let ended = command(&args).stdout(full).output().unwrap();
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(5), "{said}");
+    assert!(said.contains("cannot be written") && !said.contains("starting again"), "{said}");
+    assert_eq!(state(&store).0, 12);
 }

@@ -59,6 +59,10 @@ impl RowsError {
     /// `Invalid` when asked for a row that is not there; else the file is damaged or unreadable.
     pub fn kind(&self) -> ErrorKind {
         match self {
+            // It is the store's own file.
+            RowsError::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                ErrorKind::Io
+            }
             RowsError::Io { source, .. } => ErrorKind::of(source),
             RowsError::NoSuchRow { .. } => ErrorKind::Invalid,
             _ => ErrorKind::Damaged,
@@ -81,6 +85,11 @@ impl Rows {
     pub fn open(path: impl AsRef<Path>) -> Result<Rows, RowsError> {
         let path = path.as_ref().to_path_buf();
         let io = |source| RowsError::Io { path: path.clone(), source };
+        // Opening a pipe would wait for its other end.
+        if !path.metadata().map_err(io)?.is_file() {
+            let reason = String::from("it is no regular file");
+            return Err(RowsError::Header { path, reason });
+        }
         let file = File::open(&path).map_err(io)?;
         let found = file.metadata().map_err(io)?.len();
         if found < HEADER_BYTES {

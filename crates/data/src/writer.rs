@@ -75,12 +75,20 @@ pub fn remove_temporaries(directory: &Path) -> Result<usize, DataError> {
         let entry = entry.map_err(DataError::io("list token rows", directory))?;
         let path = entry.path();
         let kind = entry.file_type().map_err(DataError::io("list token rows", &path))?;
-        if kind.is_file() && entry.file_name().as_encoded_bytes().ends_with(TEMPORARY.as_bytes()) {
+        if kind.is_file() && is_temporary(&entry.file_name().to_string_lossy()) {
             fs::remove_file(&path).map_err(DataError::io("remove unfinished token rows", &path))?;
             removed += 1;
         }
     }
     Ok(removed)
+}
+
+/// Whether a name is one that [`Temporary::create`] gives: whatever else is there is somebody else's.
+fn is_temporary(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let stem = name.strip_suffix(TEMPORARY).and_then(|stem| stem.rsplit_once('.'));
+    let numbers = stem.and_then(|(_, numbers)| numbers.split_once('-'));
+    numbers.is_some_and(|(process, at)| number(process) && number(at))
 }
 
 impl RowsWriter {

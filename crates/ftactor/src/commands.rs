@@ -20,7 +20,7 @@ use crate::machine;
 use crate::out::{errln, outln};
 use crate::progress::ByteBar;
 use crate::run_record::RunRecord;
-use crate::run_start::{self, check_untrained};
+use crate::run_start::{advised, check_untrained};
 use crate::text::{self, Sampling};
 
 /// Files that may accompany a tokenizer.json.
@@ -34,8 +34,7 @@ const TOKENIZER_FILES: [&str; 6] = [
 ];
 
 pub(crate) fn init(args: &InitArgs) -> anyhow::Result<ExitCode> {
-    let config_json = std::fs::read_to_string(&args.config)
-        .map_err(|e| Refused(format!("cannot read {}: {e}", args.config.display())))?;
+    let config_json = machine::read_text(&args.config)?;
     let (tokenizer, tokenizer_vocab) = init_tokenizer(&args.tokenizer)?;
     let what = Init { config_json: &config_json, tokenizer, tokenizer_vocab, seed: args.seed };
     let bar = ByteBar::new("initialise");
@@ -273,7 +272,7 @@ fn damaged_run(store: &ReadingStore) -> anyhow::Result<Option<Damage>> {
     let file = store.dir().join(&record.rows_file);
     match data::Rows::open_verified(&file) {
         Ok(_) => Ok(None),
-        Err(error) => Ok(told(anyhow::Error::new(error).context(run_start::UNUSABLE), file)),
+        Err(error) => Ok(told(advised(error), file)),
     }
 }
 

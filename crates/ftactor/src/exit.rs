@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use crate::out::errln;
+use crate::supervise;
 use actors::Failure;
 use convert::ConvertError;
 use model::BudgetError;
@@ -16,6 +17,8 @@ pub(crate) const FAILED: u8 = 5;
 pub(crate) const IN_USE: u8 = 6;
 pub(crate) const GUARD: u8 = 7;
 pub(crate) const INTERRUPTED: u8 = 130;
+/// From a process to its supervisor only: all was done, but what it had to say was lost.
+pub(crate) const UNSAID: u8 = 74;
 
 /// What to do about damage, wherever it was found.
 pub(crate) const DAMAGE_REMEDY: &str = "`ftactor verify` lists all damage, and what to go back to for it; \
@@ -41,7 +44,8 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
 /// Everything was done but for the saying of it.
 pub(crate) fn output_lost() -> ExitCode {
     errln!("error: standard output cannot be written (is its disk full?): some of it is lost");
-    ExitCode::from(FAILED)
+    // Not worth a restart.
+    ExitCode::from(if supervise::is_child() { UNSAID } else { FAILED })
 }
 
 /// Prints an error with its causes, once each.

@@ -1,5 +1,7 @@
 //! What this machine has: memory, cores; and what is opened on it: engine, device, threads.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +13,7 @@ use model::{Budget, ModelConfig, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use store::{Io, Recovery, StoreError, injected_engine, mmap_engine};
 
-use crate::exit::refuse;
+use crate::exit::{Refused, refuse};
 use crate::out::errln;
 
 /// How long a store that somebody else uses is waited for.
@@ -70,6 +72,19 @@ pub(crate) fn threads(wanted: Option<usize>) -> anyhow::Result<Arc<ThreadPool>> 
         .build()
         .context("start compute threads")?;
     Ok(Arc::new(pool))
+}
+
+/// Text of a small file that somebody wrote; a device that never ends is no such file.
+pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
+    const MOST_BYTES: u64 = 16 << 20;
+    let unreadable = |why: String| Refused(format!("cannot read {}: {why}", path.display()));
+    let mut text = String::new();
+    let read = File::open(path).and_then(|f| f.take(MOST_BYTES + 1).read_to_string(&mut text));
+    let bytes = read.map_err(|error| unreadable(error.to_string()))?;
+    if bytes as u64 > MOST_BYTES {
+        return Err(unreadable(String::from("it has more than 16 MiB")).into());
+    }
+    Ok(text)
 }
 
 /// The engine for a store whose live state has `state_bytes`: what fits into memory beside the

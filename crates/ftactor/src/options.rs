@@ -10,6 +10,7 @@ use schedule::AutoLock;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::exit::{Refused, refuse};
+use crate::machine;
 
 /// Everything a user may set; `None` means the default or what the run was started with.
 #[derive(Args, Clone, Debug, Default, Serialize, Deserialize)]
@@ -199,8 +200,7 @@ impl TrainOptions {
     /// The file's options, overlaid by the flags'.
     pub(crate) fn with_file(&self, file: Option<&Path>) -> anyhow::Result<TrainOptions> {
         let Some(path) = file else { return self.clone().checked() };
-        let text = std::fs::read_to_string(path)
-            .map_err(|e| Refused(format!("cannot read {}: {e}", path.display())))?;
+        let text = machine::read_text(path)?;
         let base: TrainOptions = toml::from_str(&text)
             .map_err(|e| Refused(format!("{}: {}", path.display(), e.to_string().trim())))?;
         base.check_numbers()?;
@@ -314,7 +314,9 @@ pub(crate) fn parse_every(text: &str) -> anyhow::Result<Every> {
     match (number, text[digits.len()..].trim()) {
         (Some(number), "" | "step" | "steps") => Ok(Every::Steps(number)),
         (Some(number), "epoch" | "epochs") => Ok(Every::Epochs(number)),
-        _ => refuse(format!("{text}: expected a number of steps or epochs, e.g. 500 or 1epochs")),
+        _ => refuse(format!(
+            "--snapshot-every {text}: expected a number of steps or epochs, e.g. 500 or 1epochs"
+        )),
     }
 }
 

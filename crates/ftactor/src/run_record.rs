@@ -295,6 +295,13 @@ impl RunRecord {
         if self.lr > MOST_LR {
             return refuse(format!("--lr {}: no weight survives that; at most {MOST_LR}", self.lr));
         }
+        if self.lr * self.weight_decay > 1.0 {
+            return refuse(format!(
+                "--weight-decay {} with --lr {}: decay multiplies weights by 1 minus their product, which \
+                 must not be negative",
+                self.weight_decay, self.lr
+            ));
+        }
         self.clip_rule()?;
         self.auto_lock(1)?;
         if let Some(spike) = self.loss_spike.filter(|spike| !(spike.is_finite() && *spike > 0.0)) {

@@ -2,11 +2,11 @@
 //! down.
 
 use std::fs::FileType;
+use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
-use data::{Order, Rows, Sampler};
+use data::{Order, Rows, RowsError, Sampler};
 use model::{BudgetError, LayerTable, Limits, ModelConfig};
 use schedule::Policy;
 use serde_json::{Map, Value};
@@ -20,7 +20,7 @@ use crate::run_record::{Defaults, RunRecord};
 use crate::{new_run, text};
 
 /// What to do about token rows that are lost or damaged.
-pub(crate) const UNUSABLE: &str = "the token rows of the run cannot be used; its data makes them again: give \
+const UNUSABLE: &str = "the token rows of the run cannot be used; its data makes them again: give \
     --data PATH as when it was started";
 
 /// Peak learning rate for a store that names none.
@@ -115,6 +115,19 @@ pub(crate) fn check_untrained(dir: &Path, state: &State) -> Result<(), StoreErro
     Err(StoreError::Damaged { file: dir.join("run.json"), what: what.into() })
 }
 
+/// An error of the run's rows, with what can be done about it.
+pub(crate) fn advised(error: RowsError) -> anyhow::Error {
+    match error {
+        RowsError::Io { path: file, source } if source.kind() == ErrorKind::NotFound => {
+            StoreError::Damaged { file, what: format!("the file is missing; {UNUSABLE}") }.into()
+        }
+        error if error.kind() == data::ErrorKind::Damaged => {
+            anyhow::Error::new(error).context(UNUSABLE)
+        }
+        error => error.into(),
+    }
+}
+
 fn resume(
     store: &TrainingStore,
     config: &ModelConfig,
@@ -131,12 +144,7 @@ fn resume(
         // They hold what the run has, and so give its rows, should those be lost.
         text::prepare_rows(store.dir(), config, data, record.seq_len)?;
     }
-    let rows_file = store.dir().join(&record.rows_file);
-    if !rows_file.exists() {
-        let what = format!("the file is missing; {UNUSABLE}");
-        return Err(StoreError::Damaged { file: rows_file, what }.into());
-    }
-    let rows = Rows::open(&rows_file).context(UNUSABLE)?;
+    let rows = Rows::open(store.dir().join(&record.rows_file)).map_err(advised)?;
     let sampler = batches(&rows, record.batch_rows);
     let wanted =
         options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
@@ -163,7 +171,7 @@ fn resume(
     }
     check_paths(store, options)?;
     // The whole file is hashed: rot in it would be trained on.
-    rows.verify().context(UNUSABLE)?;
+    rows.verify().map_err(advised)?;
     check_rows(&rows, &record, &store.state())?;
     Ok(Some(Run { record, rows }))
 }

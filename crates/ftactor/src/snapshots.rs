@@ -51,12 +51,12 @@ fn try_take(store: &TrainingStore, name: &str, kept: usize) -> Result<bool, Stor
     // Attempts only grow over a store's life; steps go back.
     automatic.sort_by_key(|snapshot| snapshot.state.attempt);
     let before: Vec<String> = automatic.into_iter().map(|snapshot| snapshot.name).collect();
-    // The oldest make way first: what they hold is what the new one will need.
+    // A kill in between leaves one too many, never one too few.
+    store.snapshot(name)?;
     let surplus = (before.len() + 1).saturating_sub(kept);
     for old in before.iter().take(surplus) {
         store.remove_snapshot(old)?;
     }
-    store.snapshot(name)?;
     let room = store.room()?;
     if room.is_enough() {
         return Ok(true);

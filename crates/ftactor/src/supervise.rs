@@ -22,6 +22,8 @@ use crate::machine::{self, LOCK_WAIT};
 use crate::out::errln;
 use crate::run_record::RunRecord;
 
+/// What Rust ends a process with whose first thread panicked.
+const PANICKED: i32 = 101;
 /// Set for a child: its parent's number.
 const CHILD: &str = "FTACTOR_SUPERVISED";
 const FLAG: &str = "--supervise";
@@ -34,6 +36,11 @@ const LONG: Duration = Duration::from_secs(3600);
 const POLL: Duration = Duration::from_millis(20);
 /// How often a run that found too little disk or memory is tried again.
 const ROOM_POLL: Duration = Duration::from_secs(5);
+
+/// Whether this process is one that a supervisor started.
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
 
 /// Lets a supervised process stop when its parent dies; nothing happens in any other.
 pub(crate) fn follow_parent() -> anyhow::Result<()> {
@@ -63,6 +70,7 @@ async fn supervise(args: &SoloArgs, store: &Path) -> anyhow::Result<ExitCode> {
     loop {
         let started = Instant::now();
         let status = watch.one_life(&mut signals).await?;
+        lived |= watch.progressed();
         if lived && lacks_room(status) && !signals.asked {
             // It began with enough: somebody else took the room, and may give it back.
             errln!(
@@ -133,9 +141,14 @@ impl Watch {
         let words = words.filter(|word| word != FLAG && !(begun && word == NEW_RUN));
         let program = std::env::current_exe().context("find this program")?;
         // A group of its own: the terminal's Ctrl-C comes once, through the parent.
-        let mut command = Command::new(program);
+        let mut command = Command::new(&program);
         command.args(words).env(CHILD, std::process::id().to_string()).process_group(0);
-        command.spawn().context("start the run")
+        command.spawn().with_context(|| format!("start {}", program.display()))
+    }
+
+    /// Whether something was committed since the last look.
+    fn progressed(&self) -> bool {
+        committed(&self.store) > self.step
     }
 
     /// How long to wait before the next try; `None`: there have been too many.
@@ -172,6 +185,8 @@ fn final_code(status: ExitStatus, asked: bool) -> Option<u8> {
     match status.code() {
         // A failure after retries: the store may only need to be opened again.
         Some(code) if code == i32::from(exit::FAILED) && !asked => None,
+        Some(PANICKED) if !asked => None,
+        Some(code) if code == i32::from(exit::UNSAID) => Some(exit::FAILED),
         Some(code) => Some(u8::try_from(code).unwrap_or(exit::FAILED)),
         None if asked => Some(exit::INTERRUPTED),
         None => None,

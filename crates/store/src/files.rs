@@ -100,11 +100,26 @@ pub(crate) fn remove_if_there(io: &dyn Io, path: &Path) -> Result<(), IoError> {
     }
 }
 
-/// Removes temporary leftovers of `dir`.
-pub(crate) fn remove_temporaries(io: &dyn Io, dir: &Path) -> Result<(), IoError> {
-    let suffix = format!(".{TEMPORARY}");
-    for name in io.list(dir)?.iter().filter(|name| name.ends_with(&suffix)) {
-        io.unlink(&dir.join(name))?;
+/// Removes the files of `dir` whose names are `ours`: all that any opening removes. Whatever else is
+/// there is somebody else's and stays, and so does all that a symbolic link leads to.
+pub(crate) fn remove_ours(
+    io: &dyn Io,
+    dir: &Path,
+    ours: impl Fn(&str) -> bool,
+) -> Result<(), IoError> {
+    if io.is_link(dir)? {
+        return Ok(());
+    }
+    for name in io.list(dir)?.iter().filter(|name| ours(name)) {
+        match io.unlink(&dir.join(name)) {
+            Err(error) if error.source.kind() == ErrorKind::IsADirectory => {}
+            removed => removed?,
+        }
     }
     Ok(())
+}
+
+/// The name that a temporary file was to get.
+pub(crate) fn name_of_temporary(name: &str) -> Option<&str> {
+    name.strip_suffix(TEMPORARY)?.strip_suffix('.')
 }

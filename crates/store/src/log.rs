@@ -279,7 +279,8 @@ pub(crate) fn path(dir: &Path, number: u64, copy: &str) -> PathBuf {
 /// Number of the log a file name belongs to.
 pub(crate) fn number_of(name: &str) -> Option<u64> {
     let (stem, extension) = name.split_once('.')?;
-    if COPIES.contains(&extension) { stem.parse().ok() } else { None }
+    let number = stem.parse().ok().filter(|number| format!("{number:08}") == stem)?;
+    COPIES.contains(&extension).then_some(number)
 }
 
 fn head(number: u64) -> [u8; HEAD_BYTES] {

@@ -7,14 +7,16 @@ use std::sync::Arc;
 use model::{LayerId, LayerSpec, LayerTable, Plane, Slot};
 
 use crate::StoreError;
-use crate::files;
 use crate::hashes::{PlaneHashes, chunk_count};
 use crate::io::{Access, Io, IoError};
-use crate::layout::{COMMIT_DIR, SCRATCH_DIR, plane_bytes, plane_file, slot_path};
+use crate::layout::{
+    COMMIT_DIR, INDEX_FILE, RUN_FILE, SCRATCH_DIR, plane_bytes, plane_file, slot_path,
+};
 use crate::log;
 use crate::record::{LayerState, State};
 use crate::slots::{HASHES_FILE, SlotFiles};
 use crate::snapshots;
+use crate::{files, scratch};
 
 /// What is known of a slot's contents.
 #[derive(Clone, Debug)]
@@ -205,27 +207,16 @@ pub(crate) fn check_live(
 /// Removes what the new log makes stale: older logs, temporary and scratch files, unfinished
 /// snapshots.
 pub(crate) fn remove_leftovers(io: &dyn Io, dir: &Path, log: u64) -> Result<(), StoreError> {
-    let commit = dir.join(COMMIT_DIR);
-    for name in io.list(&commit)? {
-        if log::number_of(&name).is_some_and(|number| number < log) {
-            remove_log(io, &commit.join(name))?;
-        }
-    }
-    files::remove_temporaries(io, &commit)?;
-    files::remove_temporaries(io, dir)?;
+    let is_log = |name: &str| log::number_of(name).is_some();
+    files::remove_ours(io, &dir.join(COMMIT_DIR), |name| {
+        log::number_of(name).is_some_and(|number| number < log)
+            || files::name_of_temporary(name).is_some_and(is_log)
+    })?;
+    files::remove_ours(io, dir, |name| {
+        files::name_of_temporary(name).is_some_and(|name| [RUN_FILE, INDEX_FILE].contains(&name))
+    })?;
     let scratch = dir.join(SCRATCH_DIR);
     io.create_dir(&scratch)?;
-    for name in io.list(&scratch)? {
-        io.unlink(&scratch.join(name))?;
-    }
+    files::remove_ours(io, &scratch, scratch::is_scratch)?;
     snapshots::remove_unfinished(io, dir)
-}
-
-/// Removes a copy of an old log. A directory in its place is none, and whoever put it there has a
-/// use for it.
-fn remove_log(io: &dyn Io, path: &Path) -> Result<(), IoError> {
-    match io.unlink(path) {
-        Err(error) if error.source.kind() == ErrorKind::IsADirectory => Ok(()),
-        removed => removed,
-    }
 }

@@ -13,6 +13,14 @@ use crate::error::{Done, StoreError};
 use crate::io::{FileId, Io, IoError, Target, read_target, write_block};
 use crate::layout::is_plain_name;
 
+/// What the name of every scratch file ends in.
+const SUFFIX: &str = ".scratch";
+
+/// Whether a name is that of a scratch file.
+pub(crate) fn is_scratch(name: &str) -> bool {
+    name.ends_with(SUFFIX)
+}
+
 /// One preallocated file; who writes where is the caller's business.
 #[derive(Debug)]
 pub struct Scratch {
@@ -36,7 +44,7 @@ impl Scratch {
         if bytes > available {
             return Err(StoreError::NoSpace { path: dir.to_owned(), needed: bytes, available });
         }
-        let path = dir.join(name);
+        let path = dir.join(format!("{name}{SUFFIX}"));
         let file = io.create(&path, bytes)?;
         Ok(Scratch { io, path, file, bytes, budget })
     }

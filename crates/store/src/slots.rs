@@ -230,11 +230,17 @@ pub(crate) fn remake_slot(
 ) -> Result<PathBuf, StoreError> {
     let dir = dir.join(slot_path(layer, slot));
     io.create_dir(&dir)?;
-    files::remove_temporaries(io, &dir)?;
+    let remove_temporaries = || {
+        files::remove_ours(io, &dir, |name| {
+            let name = files::name_of_temporary(name);
+            name.is_some_and(|name| slot_files().iter().any(|own| own == name))
+        })
+    };
+    remove_temporaries()?;
     let temporary = |name: &str| files::temporary(&dir.join(name));
     if let Err(error) = create_slot(io, layer, temporary, |_| ()) {
         // The first error is the one to report; the next try removes what is left.
-        let _ = files::remove_temporaries(io, &dir);
+        let _ = remove_temporaries();
         return Err(error);
     }
     for name in slot_files() {

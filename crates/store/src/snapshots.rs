@@ -1,8 +1,9 @@
 //! Snapshots: second names for the live slots' files, and the record that they belong to.
 //!
 //! Invariants:
-//! - a snapshot is there once its `record` has its name, which comes last; without it a directory is
-//!   an unfinished one, which the next opening for training removes;
+//! - a snapshot is there once its `record` has its name, which comes last; a directory with the mark
+//!   instead is one that is being made or removed, and the next opening for training removes it;
+//! - what has neither, and all that a symbolic link leads to, is somebody else's and stays;
 //! - nothing is copied: a file that a snapshot has a name for is replaced, not written, when its slot
 //!   is the next to be written;
 //! - the directory is a Hugging Face checkpoint of its own.
@@ -26,6 +27,8 @@ use crate::training::{TrainingStore, read_run};
 
 /// What makes a directory a snapshot.
 const RECORD_FILE: &str = "record";
+/// What marks a directory whose files may go: an unfinished snapshot's, or one that is being removed.
+const MARK: &str = "unfinished";
 /// What the commit before the last is called, and no snapshot may be.
 pub const PREVIOUS: &str = "previous";
 
@@ -88,7 +91,14 @@ impl TrainingStore {
             let what = format!("there is a snapshot `{name}` already; choose another name");
             return Err(StoreError::Invalid(what));
         }
+        refuse_links(io, self.dir(), &dir)?;
         remove(io, &dir)?;
+        if io.exists(&dir)? {
+            let what = format!("{} is there and no snapshot; choose another name", dir.display());
+            return Err(StoreError::Invalid(what));
+        }
+        io.create_dir(&dir)?;
+        files::replace(io, &dir.join(MARK), &[])?;
         // What is live now may be written two commits later: by then it must have its second name.
         let linked =
             self.inner.while_slots_stay(|state| self.link_all(&dir, &state).map(|()| state));
@@ -107,6 +117,7 @@ impl TrainingStore {
         if !self.inner.io.exists(&dir)? {
             return Err(StoreError::Invalid(format!("there is no snapshot `{name}`")));
         }
+        refuse_links(&*self.inner.io, self.dir(), &dir)?;
         remove(&*self.inner.io, &dir)
     }
 
@@ -123,7 +134,6 @@ impl TrainingStore {
 
     fn link_all(&self, dir: &Path, state: &State) -> Result<(), StoreError> {
         let io = &*self.inner.io;
-        io.create_dir(dir)?;
         for (spec, layer) in self.table().layers().iter().zip(&state.layers) {
             let Some(files) = self.inner.files_if_any(spec.id, layer.slot) else { continue };
             let paths = files.planes.iter().map(|plane| &plane.path).chain([&files.hashes_path]);
@@ -149,7 +159,21 @@ fn seal(io: &dyn Io, dir: &Path, store: &Path, state: &State) -> Result<(), IoEr
     io.sync_dir(&store.join(SNAPSHOTS_DIR))?;
     io.sync_dir(store)?;
     let record = record::encode(0, 0, RecordKind::Snapshot, state);
-    files::replace(io, &dir.join(RECORD_FILE), &record)
+    files::replace(io, &dir.join(RECORD_FILE), &record)?;
+    // With a record the mark says nothing, so that nobody waits for its removal.
+    io.unlink(&dir.join(MARK))
+}
+
+/// Refuses to write or to remove anything where a symbolic link leads.
+fn refuse_links(io: &dyn Io, store: &Path, dir: &Path) -> Result<(), StoreError> {
+    for path in [store.join(SNAPSHOTS_DIR).as_path(), dir] {
+        if io.exists(path)? && io.is_link(path)? {
+            let what =
+                format!("{} is a symbolic link; what it leads to is not touched", path.display());
+            return Err(StoreError::Invalid(what));
+        }
+    }
+    Ok(())
 }
 
 /// The model's own files and the run's record.
@@ -158,7 +182,10 @@ fn own_files(io: &dyn Io, store: &Path) -> Result<Vec<String>, StoreError> {
     for name in io.list(store)? {
         let is_own = [CONFIG_FILE, RUN_FILE].contains(&name.as_str())
             || !(RESERVED.contains(&name.as_str()) || name.ends_with(files::TEMPORARY));
-        if is_own && name != STORE_FILE && is_file(io, &store.join(&name))? {
+        if is_own
+            && ![STORE_FILE, MARK, RECORD_FILE].contains(&name.as_str())
+            && is_file(io, &store.join(&name))?
+        {
             own.push(name);
         }
     }
@@ -172,7 +199,8 @@ fn is_file(io: &dyn Io, path: &Path) -> Result<bool, StoreError> {
             Ok(true)
         }
         Err(error) => match error.source.kind() {
-            ErrorKind::IsADirectory | ErrorKind::NotSeekable => Ok(false),
+            // The last: a symbolic link that leads nowhere.
+            ErrorKind::IsADirectory | ErrorKind::NotSeekable | ErrorKind::NotFound => Ok(false),
             _ => Err(error.into()),
         },
     }
@@ -186,10 +214,10 @@ fn in_snapshot(layer: &LayerSpec, _: usize) -> String {
 fn check_name(name: &str) -> Result<(), StoreError> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     let usable = !name.is_empty() && name.len() <= 100 && name.chars().all(plain);
-    if !usable || name.starts_with('.') || name == PREVIOUS {
+    if !usable || name.starts_with(['.', '-']) || name == PREVIOUS {
         let what = format!(
             "`{name}` cannot name a snapshot: letters, digits, `-`, `_` and `.` can, but not \
-             `{PREVIOUS}` nor a dot in front"
+             `{PREVIOUS}` nor with a dot or a dash in front"
         );
         return Err(StoreError::Invalid(what));
     }
@@ -246,13 +274,18 @@ pub(crate) fn read(
     Ok(Some(Snapshot { name: name.to_owned(), dir, state }))
 }
 
-/// Removes snapshots that were never finished.
+/// Removes snapshots that were never finished, or never removed to the end.
 pub(crate) fn remove_unfinished(io: &dyn Io, store: &Path) -> Result<(), StoreError> {
     let all = store.join(SNAPSHOTS_DIR);
-    let names = if io.exists(&all)? { io.list(&all)? } else { Vec::new() };
+    if !io.exists(&all)? || io.is_link(&all)? {
+        return Ok(());
+    }
+    let names = match io.list(&all) {
+        Err(error) if error.source.kind() == ErrorKind::NotADirectory => return Ok(()),
+        names => names?,
+    };
     for name in names {
         let dir = all.join(name);
-        // What a symbolic link leads to is somebody else's.
         if !io.is_link(&dir)? && !io.exists(&dir.join(RECORD_FILE))? {
             remove(io, &dir)?;
         }
@@ -260,7 +293,8 @@ pub(crate) fn remove_unfinished(io: &dyn Io, store: &Path) -> Result<(), StoreEr
     Ok(())
 }
 
-/// Removes the directory of a snapshot, its record first; what is no snapshot's stays.
+/// Removes the directory of a snapshot, its record first, or of half of one; any other stays, unless
+/// it is empty.
 fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
     if !io.exists(dir)? {
         return Ok(());
@@ -269,12 +303,21 @@ fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
         Err(error) if error.source.kind() == ErrorKind::NotADirectory => return Ok(()),
         names => names?,
     };
-    files::remove_if_there(io, &dir.join(RECORD_FILE))?;
-    for name in names.iter().filter(|name| *name != RECORD_FILE) {
-        match io.unlink(&dir.join(name)) {
-            Err(error) if error.source.kind() == ErrorKind::IsADirectory => return Ok(()),
-            removed => removed?,
-        }
+    let has = |name: &str| names.iter().any(|known| known == name);
+    if has(RECORD_FILE) && !has(MARK) {
+        // On a full disk it may fail; then a kill in here leaves files that somebody has to remove.
+        let _ = files::replace(io, &dir.join(MARK), &[]);
+        files::remove_if_there(io, &dir.join(RECORD_FILE))?;
+    } else if !has(MARK) && !has(&format!("{MARK}.{}", files::TEMPORARY)) && !names.is_empty() {
+        return Ok(());
+    } else {
+        files::remove_if_there(io, &dir.join(RECORD_FILE))?;
     }
-    Ok(io.remove_dir(dir)?)
+    files::remove_ours(io, dir, |name| name != MARK)?;
+    files::remove_if_there(io, &dir.join(MARK))?;
+    match io.remove_dir(dir) {
+        // A directory inside is nobody's of ours.
+        Err(error) if error.source.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => Ok(removed?),
+    }
 }

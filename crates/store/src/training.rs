@@ -25,10 +25,10 @@ use crate::error::{Done, StoreError, blocking};
 use crate::files;
 use crate::hashes::{self, PlaneHashes, plane_hashes};
 use crate::io::{
-    AfterUse, Guard, Io, IoCounters, IoDone, IoError, LockKind, Op, fan_in, read_scattered,
-    write_block,
+    Access, AfterUse, Guard, Handle, Io, IoCounters, IoDone, IoError, LockKind, Op, fan_in,
+    read_scattered, write_block,
 };
-use crate::layout::{ELEMENT_BYTES, RUN_FILE, SCRATCH_DIR, plane_bytes};
+use crate::layout::{ELEMENT_BYTES, RUN_FILE, SCRATCH_DIR, STORE_FILE, plane_bytes};
 use crate::log;
 use crate::opening::{OnDamage, check_live, open_slots, remove_leftovers};
 use crate::reading::write_index;
@@ -91,7 +91,9 @@ impl TrainingStore {
         let (number, sequence) = (found.number + 1, found.sequence + 1);
         let log = log::start(&io, dir, number, sequence, found.before.as_ref(), &found.state)?;
         remove_leftovers(&*io, dir, log.number)?;
+        let home = Handle::new(&io, io.open(&dir.join(STORE_FILE), Access::Read)?);
         let inner = Inner {
+            home,
             io,
             dir: dir.to_owned(),
             budget,
@@ -415,6 +417,7 @@ impl TrainingStore {
     /// little ends as a failure.
     pub fn room(&self) -> Result<Room, StoreError> {
         let inner = &self.inner;
+        inner.check_place()?;
         let mut needed = RESERVE_BYTES;
         for (spec, layer) in self.table().layers().iter().zip(&self.state().layers) {
             for slot in [Slot::A, Slot::B] {
@@ -456,6 +459,7 @@ impl TrainingStore {
     /// Ends a run cleanly: the directory is a Hugging Face checkpoint of the last commit. Blocks.
     pub fn close(self) -> Result<(), StoreError> {
         self.inner.check_poison()?;
+        self.inner.check_place()?;
         self.inner.remove_idle()?;
         let state = self.state();
         write_index(&*self.inner.io, &self.inner.dir, self.table(), &state)

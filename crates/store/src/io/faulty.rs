@@ -335,6 +335,11 @@ impl Io for Faulty {
         self.inner.is_same(one, other)
     }
 
+    fn is_at(&self, file: FileId, path: &Path) -> Result<bool, IoError> {
+        self.alive("look for", path)?;
+        self.inner.is_at(file, path)
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         self.alive("count the links of", path)?;
         self.inner.link_count(path)

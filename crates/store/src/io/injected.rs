@@ -18,11 +18,12 @@ use super::{
 use crate::StoreError;
 
 /// Names under which an injected engine asks.
-pub const IO_CALLS: [&str; 19] = [
+pub const IO_CALLS: [&str; 20] = [
     "create",
     "create_dir",
     "exists",
     "free_bytes",
+    "is_at",
     "is_link",
     "is_same",
     "len",
@@ -199,6 +200,11 @@ impl Io for Injected {
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
         self.pass("is_same", one)?;
         self.inner.is_same(one, other)
+    }
+
+    fn is_at(&self, file: FileId, path: &Path) -> Result<bool, IoError> {
+        self.pass("is_at", path)?;
+        self.inner.is_at(file, path)
     }
 
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {

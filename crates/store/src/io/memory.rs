@@ -218,6 +218,11 @@ impl Io for Memory {
         Ok(nodes.is_some_and(|(one, other)| Arc::ptr_eq(one, other)))
     }
 
+    fn is_at(&self, file: FileId, path: &Path) -> Result<bool, IoError> {
+        let node = self.node(file).0;
+        Ok(self.disk().names.get(path).is_some_and(|named| Arc::ptr_eq(named, &node)))
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         let disk = self.disk();
         let node = disk.names.get(path).ok_or_else(|| not_found("count the links of", path))?;

@@ -179,6 +179,13 @@ impl Io for Mmap {
         }
     }
 
+    fn is_at(&self, file: FileId, path: &Path) -> Result<bool, IoError> {
+        match os::is_at(&self.file(file).file, path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => found.map_err(|e| IoError::new("look for", path, e)),
+        }
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         os::link_count(path).map_err(|e| IoError::new("count the links of", path, e))
     }

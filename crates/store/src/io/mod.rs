@@ -182,6 +182,8 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     fn is_link(&self, path: &Path) -> Result<bool, IoError>;
     /// Whether two names are of one file; no if either is missing.
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError>;
+    /// Whether an open file still has this name: no if it was moved, removed or replaced.
+    fn is_at(&self, file: FileId, path: &Path) -> Result<bool, IoError>;
     /// Number of names the file has.
     fn link_count(&self, path: &Path) -> Result<u64, IoError>;
     /// Bytes this process may still allocate on the disk that holds `path`.

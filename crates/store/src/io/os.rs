@@ -377,6 +377,21 @@ pub(crate) fn is_same(one: &Path, other: &Path) -> io::Result<bool> {
     }
 }
 
+/// Whether `path` is a name of an open file. Where the system does not tell, whatever is there counts.
+pub(crate) fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let (open, found) = (file.metadata()?, std::fs::metadata(path)?);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        Ok((open.dev(), open.ino()) == (found.dev(), found.ino()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = (open, found);
+        Ok(true)
+    }
+}
+
 /// Number of names of a file.
 pub(crate) fn link_count(path: &Path) -> io::Result<u64> {
     let data = std::fs::metadata(path)?;

@@ -15,8 +15,8 @@ use model::{Budget, HostBytes, LayerId, Plane, Slot};
 
 use crate::error::{Done, StoreError};
 use crate::hashes::plane_hashes;
-use crate::io::{Access, AfterUse, Guard, Io, IoDone, IoError, Lock, read_target};
-use crate::layout::{INDEX_FILE, Layout};
+use crate::io::{Access, AfterUse, Guard, Handle, Io, IoDone, IoError, Lock, read_target};
+use crate::layout::{INDEX_FILE, Layout, STORE_FILE};
 use crate::log::{self, Log};
 use crate::opening::{Broken, Pair, SlotTable};
 use crate::record::State;
@@ -42,6 +42,8 @@ pub(crate) struct Inner {
     pub(super) may_have_index: Mutex<bool>,
     /// The first failure that poisoned the store, and whether it was damage.
     pub(super) poison: Mutex<Option<(String, bool)>>,
+    /// `store.json`, to see whether the directory is still where it was.
+    pub(super) home: Handle,
     /// Declared last: given up after everything else.
     pub(super) _lock: Lock,
 }
@@ -93,6 +95,7 @@ impl Inner {
     ) -> Result<Arc<SlotFiles>, StoreError> {
         let _one = held(&self.readying);
         if !self.tables()[layer.index()][slot as usize].writable {
+            self.check_place()?;
             self.remove_idle_now()?;
             if !self.is_own(layer, slot)? {
                 self.remake(layer, slot)?;
@@ -100,6 +103,25 @@ impl Inner {
             self.tables()[layer.index()][slot as usize].writable = true;
         }
         Ok(self.files(layer, slot))
+    }
+
+    /// Fails if the directory or its log is not where it was: what is looked up by name would be made
+    /// anew there, beside the files that are open. One copy of the log is enough.
+    pub(super) fn check_place(&self) -> Result<(), StoreError> {
+        let (number, copies) = {
+            let chain = self.chain();
+            (chain.log.number, chain.log.file_ids())
+        };
+        let is_there = |(copy, file)| self.io.is_at(file, &log::path(&self.dir, number, copy));
+        let mut logs = log::COPIES.into_iter().zip(copies).map(is_there);
+        let home = self.io.is_at(self.home.id(), &self.dir.join(STORE_FILE))?;
+        if home && logs.try_fold(false, |any, there| Ok::<_, IoError>(any | there?))? {
+            return Ok(());
+        }
+        let what = if home { "its commit log was removed" } else { "it was moved or removed" };
+        let cause = format!("{}: {what} while it was open for training", self.dir.display());
+        self.poison(cause, false);
+        self.check_poison()
     }
 
     /// Passes the last commit to `act`, while which no slot gets other files, nor its first write.

@@ -239,7 +239,7 @@ fn scratch_keeps_places_apart_and_leaves_nothing() {
             let block = blocking(|done| scratch.read(start, len, done)).unwrap();
             assert!(block.is_writable() && block.bytes().iter().all(|&b| b == place + 1));
         }
-        assert_eq!(io.list(&dir.join("scratch")).unwrap(), ["boundaries"]);
+        assert_eq!(io.list(&dir.join("scratch")).unwrap(), ["boundaries.scratch"]);
         drop(scratch);
         assert!(io.list(&dir.join("scratch")).unwrap().is_empty());
         std::mem::forget(store.scratch("left", 4096).unwrap());

@@ -228,6 +228,10 @@ impl Io for HeldSyncs {
         self.inner.is_same(one, other)
     }
 
+    fn is_at(&self, file: FileId, path: &Path) -> Result<bool, IoError> {
+        self.inner.is_at(file, path)
+    }
+
     fn link_count(&self, path: &Path) -> Result<u64, IoError> {
         self.inner.link_count(path)
     }
