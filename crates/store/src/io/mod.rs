@@ -8,6 +8,7 @@
 
 mod faulty;
 mod injected;
+mod local;
 mod memory;
 mod mmap;
 mod os;
