@@ -38,8 +38,8 @@ pub use error::{Done, StoreError, blocking, show_bytes};
 pub use hashes::{PlaneHashes, hash};
 pub use io::{
     Access, AfterUse, Fault, Faulty, FileId, Guard, IO_CALLS, Image, Inject, Injection, Io,
-    IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op, OpKind, Part, Target, injected_engine,
-    memory_engine, mmap_engine,
+    IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op, OpKind, Part, Target, direct_engine,
+    injected_engine, memory_engine, mmap_engine,
 };
 pub use reading::{Damage, ReadingStore, layer_hash};
 pub use record::{LayerState, RecordKind, State};

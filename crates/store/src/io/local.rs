@@ -22,7 +22,7 @@ pub(super) trait Transfer: Send + Sync + fmt::Debug + 'static {
     /// What it keeps of an open file.
     type State: Send + Sync + fmt::Debug + 'static;
 
-    fn opened(&self, file: &File, path: &Path, access: Access) -> Self::State;
+    fn opened(&self, file: &Arc<File>, path: &Path, access: Access) -> Self::State;
     /// See [`Io::target`]; `range` is not empty and lies inside the file.
     fn target(
         &self,
@@ -47,7 +47,7 @@ pub(super) trait Transfer: Send + Sync + fmt::Debug + 'static {
 /// A file that is open.
 #[derive(Debug)]
 pub(super) struct OpenFile<S> {
-    pub(super) file: File,
+    pub(super) file: Arc<File>,
     pub(super) path: PathBuf,
     pub(super) state: S,
 }
@@ -81,7 +81,7 @@ impl<T: Transfer> Local<T> {
     }
 
     fn keep(&self, file: File, path: &Path, access: Access) -> FileId {
-        let id = FileId(self.next.fetch_add(1, Ordering::Relaxed));
+        let (id, file) = (FileId(self.next.fetch_add(1, Ordering::Relaxed)), Arc::new(file));
         let state = self.transfer.opened(&file, path, access);
         self.table().insert(id, Arc::new(OpenFile { file, path: path.to_owned(), state }));
         id

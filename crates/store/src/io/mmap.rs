@@ -73,7 +73,7 @@ struct Behind {
 impl Transfer for Mmap {
     type State = Pages;
 
-    fn opened(&self, file: &File, _: &Path, access: Access) -> Pages {
+    fn opened(&self, file: &Arc<File>, _: &Path, access: Access) -> Pages {
         let source = match access {
             Access::ReadDisk if os::pass_cache(file) => Source::Disk,
             Access::ReadDisk => Source::ForgottenCache,

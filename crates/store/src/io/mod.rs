@@ -6,8 +6,10 @@
 //! - namespace operations are synchronous and durable only after [`Io::sync_dir`] of the
 //!   directory; data is durable only after [`Op::Sync`].
 
+mod direct;
 mod faulty;
 mod injected;
+mod job;
 mod local;
 mod memory;
 mod mmap;
@@ -24,6 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
 use model::{Budget, CHUNK_BYTES, HostBytes};
 
+pub use direct::direct_engine;
 pub use faulty::{Fault, Faulty, OpKind};
 pub use injected::{IO_CALLS, Inject, Injection, injected_engine};
 pub use memory::{Image, Memory, memory_engine};

@@ -16,6 +16,9 @@ use std::sync::Arc;
 use memmap2::{Mmap, MmapOptions};
 use model::{HostBytes, PAGE_BYTES};
 
+#[cfg(target_os = "linux")]
+pub(crate) mod ring;
+
 /// Opens what is there for reading, or for both. A pipe in a file's place is an error at once, where
 /// the operating system would wait for its other end, and so is whatever else is no regular file.
 pub(crate) fn open(path: &Path, write: bool) -> io::Result<File> {
@@ -201,6 +204,39 @@ fn write_zeroes(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// The same file past the page cache; `None` where the file system cannot.
+pub(crate) fn open_direct(file: &File) -> Option<File> {
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::fd::AsRawFd;
+        use std::os::unix::fs::OpenOptionsExt;
+        // By its descriptor: the name may be somebody else's by now.
+        let same = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let open = |write| {
+            let mut options = OpenOptions::new();
+            options.read(true).write(write).custom_flags(libc::O_DIRECT).open(&same).ok()
+        };
+        open(is_writable(file)).or_else(|| open(false))
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        None
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn is_writable(file: &File) -> bool {
+    // SAFETY: plain call on a descriptor that `file` keeps open.
+    let flags = unsafe { libc::fcntl(fd(file), libc::F_GETFL) };
+    flags >= 0 && flags & libc::O_ACCMODE != libc::O_RDONLY
+}
+
+/// Tells that small reads of `file` follow no order, so that nothing is read ahead for them.
+pub(crate) fn expect_no_order(file: &File) {
+    advise(file, &(0..0), Advice::Random);
+}
+
 /// Lets reads of `file` pass the page cache; false where the file system cannot.
 pub(crate) fn pass_cache(file: &File) -> bool {
     #[cfg(target_os = "linux")]
@@ -237,11 +273,20 @@ pub(crate) fn read_pages_at(file: &File, bytes: &mut [u8], offset: u64) -> io::R
     Ok(())
 }
 
-fn read_some_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+/// Reads at most all of `bytes` from `offset`; how many.
+pub(crate) fn read_some_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
     #[cfg(unix)]
     return std::os::unix::fs::FileExt::read_at(file, bytes, offset);
     #[cfg(windows)]
     return std::os::windows::fs::FileExt::seek_read(file, bytes, offset);
+}
+
+/// Writes at most all of `bytes` at `offset`; how many.
+pub(crate) fn write_some_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<usize> {
+    #[cfg(unix)]
+    return std::os::unix::fs::FileExt::write_at(file, bytes, offset);
+    #[cfg(windows)]
+    return std::os::windows::fs::FileExt::seek_write(file, bytes, offset);
 }
 
 /// Fills `bytes` from `offset`.
@@ -306,6 +351,7 @@ pub(crate) fn drop_cached(file: &File, range: &Range<u64>) {
 enum Advice {
     WillNeed,
     DontNeed,
+    Random,
 }
 
 /// Advice is a hint: what the system makes of it, errors included, changes no result.
@@ -314,6 +360,7 @@ fn advise(file: &File, range: &Range<u64>, advice: Advice) {
     let advice = match advice {
         Advice::WillNeed => libc::POSIX_FADV_WILLNEED,
         Advice::DontNeed => libc::POSIX_FADV_DONTNEED,
+        Advice::Random => libc::POSIX_FADV_RANDOM,
     };
     let (start, len) = (range.start as libc::off_t, (range.end - range.start) as libc::off_t);
     // SAFETY: plain call on a descriptor that `file` keeps open.

@@ -77,6 +77,8 @@ proptest! {
         for keep_cached in [true, false] {
             compare(&*mmap_engine(2, keep_cached), dir.path(), &steps);
         }
+        compare(&*direct_engine(4), dir.path(), &steps);
+        compare(&*direct::direct_engine_of_threads(4), dir.path(), &steps);
     }
 }
 
@@ -84,8 +86,12 @@ proptest! {
 fn names_behave_alike_on_every_engine() {
     let temporary = tempfile::tempdir().unwrap();
     let dir = temporary.path().join("d");
-    let engines: [Arc<dyn Io>; 3] =
-        [memory_engine(), Arc::new(Faulty::over_memory(Image::default())), mmap_engine(1, true)];
+    let engines: [Arc<dyn Io>; 4] = [
+        memory_engine(),
+        Arc::new(Faulty::over_memory(Image::default())),
+        mmap_engine(1, true),
+        direct_engine(4),
+    ];
     for io in engines {
         assert!(io.create(&dir.join("a"), 1).is_err(), "no directory yet");
         io.create_dir(&dir).unwrap();
@@ -119,7 +125,7 @@ fn names_behave_alike_on_every_engine() {
 #[test]
 fn counters_count_bytes_and_syncs() {
     let dir = tempfile::tempdir().unwrap();
-    for io in [memory_engine(), mmap_engine(1, true)] {
+    for io in [memory_engine(), mmap_engine(1, true), direct_engine(4)] {
         io.create_dir(dir.path()).unwrap();
         let path = dir.path().join("f");
         let file = io.create(&path, 0).unwrap();

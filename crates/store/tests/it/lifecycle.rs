@@ -7,7 +7,7 @@ use std::time::Duration;
 use model::{Budget, LayerId, Plane, Slot};
 use store::{
     AfterUse, Image, Io, Memory, NewStore, ReadingStore, RecordKind, StoreError, TrainingStore,
-    blocking, create, memory_engine, mmap_engine,
+    blocking, create, direct_engine, memory_engine, mmap_engine,
 };
 
 use crate::support::{
@@ -42,9 +42,9 @@ fn trains_commits_and_reopens_in_memory() {
 
 #[test]
 fn trains_commits_and_reopens_on_disk() {
-    for keep_cached in [true, false] {
+    for io in [mmap_engine(2, true), mmap_engine(2, false), direct_engine(8)] {
         let dir = tempfile::tempdir().unwrap();
-        train_and_reopen(&mmap_engine(2, keep_cached), &dir.path().join("s"), TWO_CHUNKS, 2);
+        train_and_reopen(&io, &dir.path().join("s"), TWO_CHUNKS, 2);
     }
 }
 
@@ -52,26 +52,36 @@ fn trains_commits_and_reopens_on_disk() {
 fn engines_leave_the_same_bytes() {
     let temporary = tempfile::tempdir().unwrap();
     let dir = temporary.path().join("s");
-    let memory = Arc::new(Memory::from_image(Image::default()));
-    let engines: [Arc<dyn Io>; 2] = [memory.clone(), mmap_engine(1, false)];
-    for io in &engines {
+    let use_it = |io: &Arc<dyn Io>| {
         create_store(io, &dir, CONFIG).unwrap();
         let (store, _) = open(io, &dir).unwrap();
         train_step(&store).unwrap();
         store.write_run("{\"seed\":0}").unwrap();
         store.close().unwrap();
-    }
+    };
+    let memory = Arc::new(Memory::from_image(Image::default()));
+    let io: Arc<dyn Io> = memory.clone();
+    use_it(&io);
     let image = memory.image();
     assert!(image.files.len() > 30);
-    for (path, bytes) in &image.files {
-        assert!(std::fs::read(path).unwrap() == *bytes, "{}", path.display());
+    for io in [mmap_engine(1, false), direct_engine(8)] {
+        use_it(&io);
+        for (path, bytes) in &image.files {
+            assert!(std::fs::read(path).unwrap() == *bytes, "{}", path.display());
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }
 
 #[test]
 fn weights_and_rows_are_read_where_they_are() {
     let dir = tempfile::tempdir().unwrap();
-    let engines = [(memory_engine(), DIR.into()), (mmap_engine(2, true), dir.path().join("s"))];
+    let at = |name: &str| dir.path().join(name);
+    let engines = [
+        (memory_engine(), DIR.into()),
+        (mmap_engine(2, true), at("mmap")),
+        (direct_engine(8), at("direct")),
+    ];
     for (io, dir) in engines {
         create_store(&io, &dir, TWO_CHUNKS).unwrap();
         let (store, _) = open(&io, &dir).unwrap();
