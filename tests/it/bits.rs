@@ -59,6 +59,18 @@ fn the_number_of_threads_changes_nothing() {
 }
 
 #[test]
+fn every_engine_gives_the_same_bits() {
+    let wide = Tiny { family: "llama", tied: true, layers: 2, hidden: 96 };
+    for (seed, model) in FAMILIES.into_iter().chain([wide]).enumerate() {
+        let mmap = ["--io", "mmap", "--update", "deferred"];
+        let direct = ["--io", "direct", "--update", "deferred"];
+        let fused = ["--io", "direct", "--update", "fused"];
+        let ways: &[&[&str]] = &[&mmap, &direct, &fused];
+        same_bits(model, seed as u64 + 30, &["--clip", "none", "--micro-rows", "2"], ways);
+    }
+}
+
+#[test]
 fn every_budget_that_fits_gives_the_same_bits() {
     for model in [FAMILIES[0], FAMILIES[3]] {
         let lab = Lab::new();
@@ -72,7 +84,13 @@ fn every_budget_that_fits_gives_the_same_bits() {
         let least = needed.to_string();
         let little_more = (needed + 50_000).to_string();
         let micro = ["--micro-rows", "1"];
-        let ways: &[&[&str]] = &[&["--ram", &least], &["--ram", &little_more], &["--ram", "1G"]];
+        let ways: &[&[&str]] = &[
+            &["--ram", &least],
+            &["--ram", &little_more],
+            &["--ram", "1G"],
+            &["--ram", &least, "--io", "direct"],
+            &["--ram", "1G", "--io", "direct"],
+        ];
         same_bits(model, 3, &micro, ways);
     }
 }

@@ -11,9 +11,10 @@ use anyhow::Context;
 use compute::{CpuDevice, Device};
 use model::{Budget, ModelConfig, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use store::{Io, Recovery, StoreError, injected_engine, mmap_engine};
+use store::{Io, Recovery, StoreError, direct_engine, injected_engine, mmap_engine};
 
 use crate::exit::{Refused, refuse};
+use crate::options::IoChoice;
 use crate::out::errln;
 
 /// How long a store that somebody else uses is waited for.
@@ -21,6 +22,9 @@ pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(10);
 
 /// Threads of the store's engine: they wait for the disk, so more than cores pay.
 const IO_THREADS: usize = 4;
+
+/// Requests that the direct engine has at the kernel.
+const IO_DEPTH: u32 = 32;
 
 /// Bytes of memory that a new process could use, within its cgroup.
 pub(crate) fn available_ram_bytes() -> u64 {
@@ -91,6 +95,14 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
 /// budget stays cached, the rest makes way at once.
 pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
     mmap_engine(IO_THREADS, state_bytes < available_ram_bytes() / 2)
+}
+
+/// The engine to train with.
+pub(crate) fn training_engine(choice: Option<IoChoice>, state_bytes: u64) -> Arc<dyn Io> {
+    match choice.unwrap_or(IoChoice::Auto) {
+        IoChoice::Direct => direct_engine(IO_DEPTH),
+        IoChoice::Auto | IoChoice::Mmap => engine(state_bytes),
+    }
 }
 
 /// `engine`, which fails where the plan says so.

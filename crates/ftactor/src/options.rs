@@ -194,6 +194,7 @@ pub(crate) enum ComputeDtype {
 pub(crate) enum IoChoice {
     Auto,
     Mmap,
+    Direct,
 }
 
 impl TrainOptions {

@@ -131,7 +131,8 @@ pub(crate) fn train(
         .context("start the async runtime")?;
     let interrupt = runtime.block_on(async { Interrupt::listen() });
     let faults = FaultPlan::new(args.fault.clone());
-    let io = machine::failing(machine::engine(machine::store_bytes(dir)), &faults);
+    let io =
+        machine::failing(machine::training_engine(options.io, machine::store_bytes(dir)), &faults);
     let (store, recovery) =
         machine::patiently(|wait| TrainingStore::open(Arc::clone(&io), dir, budget.clone(), wait))?;
     drop(io);
