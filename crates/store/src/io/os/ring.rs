@@ -4,6 +4,7 @@
 //! - memory and descriptors of an operation belong to the ring from its submission to its completion;
 //! - every job is done exactly once, after all of its bytes have moved, or with its first error;
 //! - never more than `depth` operations are at the kernel.
+#![allow(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::io;
