@@ -98,7 +98,7 @@ fn bad_options_are_refused_by_name() {
     let (store, text) = lab.store_and_text();
     let unknown = lab.write("unknown.toml", "learning-rate = 1\n");
     let no_toml = lab.write("no.toml", "lr = = 1\n");
-    let cases: [(&[&str], &[&str]); 20] = [
+    let cases: [(&[&str], &[&str]); 22] = [
         (&["--seq-len", "65"], &["--seq-len 65", "64"]),
         (&["--seq-len", "1"], &["--seq-len", "2"]),
         (&["--batch-rows", "0"], &["--batch-rows"]),
@@ -109,6 +109,8 @@ fn bad_options_are_refused_by_name() {
         (&["--steps", "2", "--epochs", "2"], &["--steps", "--epochs"]),
         (&["--lr", "nan"], &["lr"]),
         (&["--lr=-1"], &["lr"]),
+        (&["--weight-decay", "1e30"], &["--weight-decay 1", "negative"]),
+        (&["--snapshot-every", "often"], &["--snapshot-every often", "500"]),
         (&["--beta1", "1"], &["beta1"]),
         (&["--clip", "norm:1"], &["--clip norm:1", "global:X"]),
         (&["--clip", "global:0"], &["--clip global:0"]),
@@ -179,7 +181,7 @@ fn a_store_in_use_is_waited_for_and_then_refused() {
         assert!(first.try_wait().unwrap().is_none(), "the first process ended");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    train(&store, &[]).expect(6).says(&[&store, "in use"]);
+    train(&store, &[]).expect(6).says(&["waiting for", &store, "in use"]);
     assert!(first.try_wait().unwrap().is_none(), "the first process did not go on");
     first.kill().unwrap();
     first.wait().unwrap();
