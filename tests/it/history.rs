@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::lab::{FAMILIES, Lab, Ran, ftactor, inspect, start_training, state, train};
+use crate::lab::{FAMILIES, Lab, Ran, State, ftactor, inspect, start_training, state, train};
 
 const RUN: [&str; 9] =
     ["--steps", "6", "--seq-len", "32", "--batch-rows", "4", "--lr", "3e-3", "--data"];
@@ -13,6 +13,16 @@ fn trained(lab: &Lab) -> (String, String) {
     let (store, text) = (lab.store("store", FAMILIES[1], 3), lab.text("text.txt", 60));
     train(&store, &[&RUN[..], &[&text]].concat()).expect(0);
     (store, text)
+}
+
+/// A store with a snapshot of its six steps, two steps on; its states at both.
+fn trained_on(lab: &Lab) -> (String, State, State) {
+    let (store, _) = trained(lab);
+    let six = state(&store);
+    on("snapshot", &store, &["six"]).expect(0);
+    train(&store, &["--steps", "8"]).expect(0);
+    let eight = state(&store);
+    (store, six, eight)
 }
 
 fn on(command: &str, store: &str, more: &[&str]) -> Ran {
@@ -92,11 +102,7 @@ fn going_back_to_an_earlier_run_brings_its_options_and_a_kill_in_between_is_fini
 #[test]
 fn single_layers_go_back_and_only_they() {
     let lab = Lab::new();
-    let (store, _) = trained(&lab);
-    let six = state(&store);
-    on("snapshot", &store, &["six"]).expect(0);
-    train(&store, &["--steps", "8"]).expect(0);
-    let eight = state(&store);
+    let (store, six, eight) = trained_on(&lab);
     on("rollback", &store, &["six", "--layers", "embed,1"]).expect(0);
     let mixed = state(&store);
     assert_eq!(mixed.0, 8);
@@ -130,11 +136,7 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
 #[test]
 fn a_lost_file_is_told_of_and_healed_as_told() {
     let lab = Lab::new();
-    let (store, _) = trained(&lab);
-    let six = state(&store);
-    on("snapshot", &store, &["six"]).expect(0);
-    train(&store, &["--steps", "8"]).expect(0);
-    let eight = state(&store);
+    let (store, six, eight) = trained_on(&lab);
     let slot = inspect(&store)["layers"][1]["slot"].as_str().unwrap().to_owned();
     let lost = Path::new(&store).join("layers/0").join(slot).join("weight.safetensors");
     fs::remove_file(&lost).unwrap();

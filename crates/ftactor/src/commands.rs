@@ -257,22 +257,22 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
 
 /// The store's `run.json` or its run's token rows, if they are lost or damaged; what to do is said.
 fn damaged_run(store: &ReadingStore) -> anyhow::Result<Option<Damage>> {
-    let told = |error: anyhow::Error, file: PathBuf| {
+    let damage = |error: anyhow::Error, file: PathBuf| {
         errln!("{error:#}");
         Some(Damage { file, ..Damage::default() })
     };
     let Some(text) = store.read_run()? else {
         let lost = check_untrained(store.dir(), store.state()).err();
-        return Ok(lost.and_then(|error| told(error.into(), store.dir().join("run.json"))));
+        return Ok(lost.and_then(|error| damage(error.into(), store.dir().join("run.json"))));
     };
     let record = match RunRecord::from_json(store.dir(), &text) {
         Ok(record) => record,
-        Err(error) => return Ok(told(error, store.dir().join("run.json"))),
+        Err(error) => return Ok(damage(error, store.dir().join("run.json"))),
     };
     let file = store.dir().join(&record.rows_file);
     match data::Rows::open_verified(&file) {
         Ok(_) => Ok(None),
-        Err(error) => Ok(told(advised(error), file)),
+        Err(error) => Ok(damage(advised(error), file)),
     }
 }
 

@@ -151,12 +151,13 @@ pub(crate) fn train(
         }
         return Ok(Ended::Already);
     };
-    if let Some(text) = &options.lock {
-        store.lock(&layers::parse(text, store.table())?)?;
-    }
     let bar = ByteBar::new("check locked layers");
     store.check_locked(|done, total| bar.at(done, total))?;
     drop(bar);
+    // Those that are locked now are compared on the way.
+    if let Some(text) = &options.lock {
+        store.lock(&layers::parse(text, store.table())?)?;
+    }
     let mut session = open_session(store, config, run, options, budget)?;
     session.patience = args.stuck_after.map_or_else(Patience::default, Patience::of_seconds);
     if args.no_prefetch {

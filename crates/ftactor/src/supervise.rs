@@ -70,8 +70,8 @@ async fn supervise(args: &SoloArgs, store: &Path) -> anyhow::Result<ExitCode> {
     loop {
         let started = Instant::now();
         let status = watch.one_life(&mut signals).await?;
-        lived |= watch.progressed();
-        if lived && lacks_room(status) && !signals.asked {
+        if lacks_room(status) && !signals.asked && (lived || watch.progressed()) {
+            lived = true;
             // It began with enough: somebody else took the room, and may give it back.
             errln!(
                 "supervisor: {}; trying again every {} s",

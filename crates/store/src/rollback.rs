@@ -127,9 +127,9 @@ impl TrainingStore {
 
     /// Inactive slots that layers which `target` trains do not have.
     fn homeless(&self, target: &State, ways: &[(LayerId, Way)]) -> Vec<(LayerId, Slot)> {
-        let live = |layer: LayerId| self.state().layers[layer.index()].slot;
+        let now = self.state();
         let lacks = |(layer, way): &(LayerId, Way)| {
-            let idle = live(*layer).other();
+            let idle = now.layers[layer.index()].slot.other();
             let unlocked = !target.layers[layer.index()].locked;
             let lacks = matches!(way, Way::Stay) && self.inner.files_if_any(*layer, idle).is_none();
             (unlocked && lacks).then_some((*layer, idle))
@@ -146,11 +146,8 @@ impl TrainingStore {
                 Ok((snapshot.state.clone(), Some(snapshot)))
             }
             RollBack::Previous => {
-                let gone = || {
-                    let what = "there was none";
-                    StoreError::Invalid(gone(what))
-                };
-                Ok((self.inner.before().ok_or_else(gone)?, None))
+                let none = || StoreError::Invalid(gone("there was none"));
+                Ok((self.inner.before().ok_or_else(none)?, None))
             }
         }
     }

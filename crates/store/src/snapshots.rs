@@ -304,15 +304,15 @@ fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
         names => names?,
     };
     let has = |name: &str| names.iter().any(|known| known == name);
+    let marked = has(MARK) || has(&format!("{MARK}.{}", files::TEMPORARY));
+    if !(names.is_empty() || marked || has(RECORD_FILE)) {
+        return Ok(());
+    }
     if has(RECORD_FILE) && !has(MARK) {
         // On a full disk it may fail; then a kill in here leaves files that somebody has to remove.
         let _ = files::replace(io, &dir.join(MARK), &[]);
-        files::remove_if_there(io, &dir.join(RECORD_FILE))?;
-    } else if !has(MARK) && !has(&format!("{MARK}.{}", files::TEMPORARY)) && !names.is_empty() {
-        return Ok(());
-    } else {
-        files::remove_if_there(io, &dir.join(RECORD_FILE))?;
     }
+    files::remove_if_there(io, &dir.join(RECORD_FILE))?;
     files::remove_ours(io, dir, |name| name != MARK)?;
     files::remove_if_there(io, &dir.join(MARK))?;
     match io.remove_dir(dir) {

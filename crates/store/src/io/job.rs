@@ -77,7 +77,7 @@ impl Flying {
     }
 
     /// Where the next request goes.
-    pub(super) fn next_file(&self) -> &File {
+    pub(super) fn next_file(&self) -> &Arc<File> {
         self.job.direct.as_ref().filter(|_| self.is_direct()).unwrap_or(&self.job.cached)
     }
 
@@ -152,8 +152,7 @@ impl Flying {
 
     fn request(&mut self) -> io::Result<usize> {
         let (range, at) = (self.next_range(), self.next_offset());
-        let direct = self.job.direct.as_ref().filter(|_| self.moved < self.direct_bytes);
-        let file = Arc::clone(direct.unwrap_or(&self.job.cached));
+        let file = Arc::clone(self.next_file());
         match &mut self.job.moves {
             Moves::Into(part) => os::read_some_at(&file, &mut part.bytes_mut()[range], at),
             Moves::From(bytes, within) => {

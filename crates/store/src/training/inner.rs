@@ -134,17 +134,19 @@ impl Inner {
     /// What is wrong with the live slot of a layer, if it cannot be used.
     pub(crate) fn damage(&self, layer: LayerId) -> Option<StoreError> {
         let live = self.chain().state.layers[layer.index()].slot;
-        let broken = self.broken.iter().find(|broken| broken.layer == layer)?;
-        self.files_if_any(layer, live).is_none().then(|| broken.error())
+        self.broken.iter().find(|broken| self.stays_broken(broken, layer, live)).map(Broken::error)
     }
 
     /// Refuses a state in which a broken slot would be live.
     pub(super) fn check_whole(&self, state: &State) -> Result<(), StoreError> {
-        let broken = self.broken.iter().find(|broken| {
-            let slot = state.layers[broken.layer.index()].slot;
-            self.files_if_any(broken.layer, slot).is_none()
-        });
-        broken.map_or(Ok(()), |broken| Err(broken.error()))
+        let live = |layer: LayerId| state.layers[layer.index()].slot;
+        let is_live = |b: &&Broken| self.stays_broken(b, b.layer, live(b.layer));
+        self.broken.iter().find(is_live).map_or(Ok(()), |broken| Err(broken.error()))
+    }
+
+    /// Whether `broken` is of this layer, and the slot has got no files since.
+    fn stays_broken(&self, broken: &Broken, layer: LayerId, slot: Slot) -> bool {
+        broken.layer == layer && self.files_if_any(layer, slot).is_none()
     }
 
     /// Whether a slot has files and nobody else a name for them.
