@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use compute::{
     Command, CpuDevice, Device, Gradient, MicroShape, Outcome, TensorId, WeightsId, reference,
 };
-use model::{Budget, HostBytes, LayerSpec, LayerTable, ModelConfig, Role, TileId};
+use model::{Budget, HostBytes, LayerSpec, LayerTable, ModelConfig, Role, TileId, Weights};
 
 const CONFIG: &str = r#"{
   "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80,
@@ -55,8 +55,8 @@ fn forward_and_backward(
     x: &[f64],
     dy: &[f64],
 ) -> anyhow::Result<(Vec<f32>, Vec<f32>)> {
-    let bytes = block(w);
-    run(device, Command::Bind { id: WEIGHTS, layer: layer.id, tile: TileId(0), bytes })?;
+    let weights = Weights::F32(block(w));
+    run(device, Command::Bind { id: WEIGHTS, layer: layer.id, tile: TileId(0), weights })?;
     run(device, Command::Put { id: X, bytes: block(x) })?;
     run(device, Command::Forward { weights: WEIGHTS, shape: SHAPE, x: X, y: Y, keep: false })?;
     let Outcome::Bytes(y) = run(device, Command::Get { id: Y })? else { bail!("no output") };

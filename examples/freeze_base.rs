@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::ensure;
-use convert::{Init, InitTokenizer};
+use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use model::{Budget, LayerId, RunShape};
 use store::{ReadingStore, TrainingStore, mmap_engine, show_bytes};
@@ -40,7 +40,7 @@ fn show(dir: &Path) -> anyhow::Result<()> {
         tokenizer_vocab: BYTES_VOCAB_SIZE as usize,
         seed: 3,
     };
-    convert::init(&init, mmap_engine(2, true), &store, &mut |_, _| {})?;
+    convert::init(&init, &Destination::new(mmap_engine(2, true), &store), &mut |_, _| {})?;
 
     // A base, trained whole; then its lower half is locked.
     let lesson = Lesson {

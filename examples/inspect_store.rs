@@ -5,8 +5,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use convert::{Init, InitTokenizer};
+use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
+use model::Precision;
 use store::{ReadingStore, mmap_engine};
 
 const CONFIG: &str = r#"{
@@ -26,7 +27,7 @@ fn main() -> anyhow::Result<()> {
         tokenizer_vocab: BYTES_VOCAB_SIZE as usize,
         seed: 1,
     };
-    convert::init(&what, mmap_engine(2, true), &dir, &mut |_, _| {})?;
+    convert::init(&what, &Destination::new(mmap_engine(2, true), &dir), &mut |_, _| {})?;
     inspect(&dir)
 }
 
@@ -43,7 +44,8 @@ fn inspect(dir: &Path) -> anyhow::Result<()> {
             model::hex(store.layer_hash(layer.id))
         );
         for tensor in &layer.tensors {
-            let block = store.read_weights_blocking(layer.id, tensor.range())?;
+            let read = store.read_weights_blocking(layer.id, tensor.range(), Precision::Exact)?;
+            let block = read.into_f32();
             let sum: f64 = block.f32s().iter().map(|&w| f64::from(w).powi(2)).sum();
             let rms = (sum / tensor.elements() as f64).sqrt();
             println!("       {} {:?}, root mean square {rms:.5}", tensor.name, tensor.shape);

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use convert::{Init, InitTokenizer};
+use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use model::RunShape;
 use store::{ReadingStore, mmap_engine};
@@ -86,7 +86,7 @@ fn fresh_store(dir: &Path) -> anyhow::Result<PathBuf> {
         tokenizer_vocab: BYTES_VOCAB_SIZE as usize,
         seed: 11,
     };
-    convert::init(&init, mmap_engine(2, true), dir, &mut |_, _| {})?;
+    convert::init(&init, &Destination::new(mmap_engine(2, true), dir), &mut |_, _| {})?;
     Ok(dir.to_owned())
 }
 

@@ -42,7 +42,11 @@ fn main() -> anyhow::Result<()> {
     };
 
     let store = home.path().join("store");
-    let report = convert::import_gguf(&gguf, mmap_engine(2, true), &store, &mut |_, _| {})?;
+    let report = convert::import_gguf(
+        &gguf,
+        &convert::Destination::new(mmap_engine(2, true), &store),
+        &mut |_, _| {},
+    )?;
     println!("{} layers, {} parameters", report.layers, report.parameters);
     println!("before: {PROMPT}{}", sample(&store)?);
     let lesson = Lesson {

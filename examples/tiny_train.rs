@@ -3,7 +3,7 @@
 //! `cargo run --release --example tiny_train`
 
 use anyhow::ensure;
-use convert::{Init, InitTokenizer};
+use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use model::RunShape;
 use store::mmap_engine;
@@ -30,7 +30,8 @@ fn main() -> anyhow::Result<()> {
         tokenizer_vocab: BYTES_VOCAB_SIZE as usize,
         seed: 1,
     };
-    let report = convert::init(&what, mmap_engine(2, true), &store, &mut |_, _| {})?;
+    let report =
+        convert::init(&what, &Destination::new(mmap_engine(2, true), &store), &mut |_, _| {})?;
     println!("{} layers, {} parameters", report.layers, report.parameters);
 
     let lesson = Lesson {

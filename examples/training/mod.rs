@@ -80,8 +80,9 @@ fn configure(
 ) -> anyhow::Result<SoloConfig> {
     let shape = lesson.shape;
     let micro = MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    let workspace = compute::workspace(&config, micro);
-    let limits = Limits::new(store.table(), shape, workspace, true, budget.total_bytes())?;
+    let workspace = compute::workspace(&config, store.layout(), micro);
+    let limits =
+        Limits::new(store.table(), store.layout(), shape, workspace, true, budget.total_bytes())?;
     let order = Order { seed: 0, rows: rows.rows(), shuffle: true };
     let threads = Arc::new(ThreadPoolBuilder::new().build()?);
     let (device_budget, device_threads) = (budget.clone(), Arc::clone(&threads));
@@ -93,9 +94,11 @@ fn configure(
         store: Arc::new(store),
         open_device: Arc::new(open_device),
         rows: Arc::new(rows),
+        seed: order.seed,
         sampler: Sampler::new(order, shape.batch_rows as u64),
         shape,
         limits,
+        precision: workspace.precision,
         budget,
         threads,
         policy: Policy::Deferred,
@@ -119,6 +122,7 @@ fn configure(
         last_step: lesson.steps,
         observer: losses,
         patience: Patience::default(),
+        shadow: Arc::default(),
         faults: FaultPlan::new(Vec::new()),
     })
 }

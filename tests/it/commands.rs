@@ -74,7 +74,7 @@ fn inspect_shows_run_step_and_layers() {
     assert_eq!(inspect(&fresh)["run"], Value::Null);
     let (store, _) = trained(&lab);
     let shown = inspect(&store);
-    let of_store = ["run", "step", "loss", "tokens_total", "layers", "snapshots"];
+    let of_store = ["run", "layout", "step", "loss", "tokens_total", "layers", "snapshots"];
     assert_eq!(keys(&shown), BTreeSet::from(of_store));
     assert_eq!((&shown["step"], &shown["run"]["steps"]), (&4.into(), &4.into()));
     let layers = shown["layers"].as_array().unwrap();

@@ -13,6 +13,7 @@ mod guards;
 mod history;
 mod interrupted;
 mod lab;
+mod layouts;
 mod locked;
 mod locks;
 mod metrics;

@@ -211,10 +211,10 @@ impl Rig {
     ) -> SoloConfig {
         let config = ModelConfig::from_json(store.config_json()).unwrap();
         let micro = MicroShape { rows: SHAPE.micro_rows, seq_len: SHAPE.seq_len };
-        let workspace = compute::workspace(&config, micro);
+        let workspace = compute::workspace(&config, store.layout(), micro);
         let limits = |ram_bytes| {
             let deferred = ask.policy == Policy::Deferred;
-            Limits::new(store.table(), SHAPE, workspace, deferred, ram_bytes)
+            Limits::new(store.table(), store.layout(), SHAPE, workspace, deferred, ram_bytes)
         };
         let limits = match limits(0) {
             Err(BudgetError::TooSmall { needed_bytes, .. }) if ask.tight => {
@@ -236,6 +236,8 @@ impl Rig {
             store: Arc::new(store),
             open_device: Arc::new(open_device),
             sampler: self.sampler(&rows),
+            seed: 0,
+            precision: workspace.precision,
             rows: Arc::new(rows),
             shape: SHAPE,
             limits: limits.unwrap(),
@@ -256,6 +258,7 @@ impl Rig {
             last_step: ask.last_step,
             observer,
             patience: Patience::default(),
+            shadow: Arc::default(),
             faults: FaultPlan::new(Vec::new()),
         }
     }

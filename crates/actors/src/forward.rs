@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use compute::{Command, Device, MicroShape, Outcome, TensorId, WeightsId};
-use model::{HostBytes, LayerId, LayerKind, LayerTable, Micro, RunShape, TileSpec};
+use model::{LayerId, LayerKind, LayerTable, Micro, Precision, RunShape, TileSpec, Weights};
 use store::{AfterUse, ReadingStore, StoreError, TrainingStore, blocking};
 
 use crate::{Batch, Failure};
@@ -15,8 +15,8 @@ use crate::{Batch, Failure};
 /// Where weights are read from.
 pub trait WeightReader: Sync {
     fn table(&self) -> &LayerTable;
-    /// Live weights of a layer, little-endian float32.
-    fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<HostBytes, StoreError>;
+    /// Live weights of a layer.
+    fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<Weights, StoreError>;
 }
 
 impl WeightReader for ReadingStore {
@@ -24,8 +24,8 @@ impl WeightReader for ReadingStore {
         ReadingStore::table(self)
     }
 
-    fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<HostBytes, StoreError> {
-        self.read_weights_blocking(layer, elements)
+    fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<Weights, StoreError> {
+        self.read_weights_blocking(layer, elements, Precision::Exact)
     }
 }
 
@@ -34,9 +34,10 @@ impl WeightReader for TrainingStore {
         TrainingStore::table(self)
     }
 
-    fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<HostBytes, StoreError> {
+    fn weights(&self, layer: LayerId, elements: Range<usize>) -> Result<Weights, StoreError> {
         let slot = self.state().layers[layer.index()].slot;
-        blocking(|done| self.read_weights(layer, slot, elements, AfterUse::Forget, done))
+        let (at, after) = ((layer, slot), AfterUse::Forget);
+        blocking(|done| self.read_weights(at, elements, Precision::Exact, after, done))
     }
 }
 
@@ -125,9 +126,9 @@ impl<'r> Forward<'r> {
                 }
             });
             for (at, (layer, tile)) in tiles.iter().enumerate() {
-                let bytes = next.recv().map_err(|_| Failure::Lost)??;
+                let weights = next.recv().map_err(|_| Failure::Lost)??;
                 let id = WeightsId(at as u64);
-                self.compute(Command::Bind { id, layer: *layer, tile: tile.id, bytes })?;
+                self.compute(Command::Bind { id, layer: *layer, tile: tile.id, weights })?;
                 self.visit(id, *layer, tile, batch, ask, &mut logits)?;
                 self.compute(Command::Unbind { id })?;
             }
@@ -140,13 +141,14 @@ impl<'r> Forward<'r> {
         let embedding = self.reader.table().layer(LayerId(0));
         let width = embedding.tensors[0].shape[1];
         let micro = batch.micro(Micro(0));
-        let mut rows = HostBytes::zeroed(micro.ids.len() * width * 4);
+        let mut rows = model::HostBytes::zeroed(micro.ids.len() * width * 4);
         for (row, &id) in rows.f32s_mut().chunks_exact_mut(width).zip(&micro.ids) {
             let start = id as usize * width;
             let read = self.reader.weights(embedding.id, start..start + width)?;
-            row.copy_from_slice(read.f32s());
+            read.copy_f32(0, row);
         }
         let index = Arc::clone(&micro.index);
+        let rows = Weights::F32(rows);
         self.compute(Command::Embed { rows, index, y: X }).map(|_| ())
     }
 

@@ -24,7 +24,9 @@ mod kinds;
 mod messages;
 mod node_actor;
 mod optimizer_actor;
+mod planes;
 mod policy;
+mod relayout;
 mod reply;
 mod report;
 mod run_actor;
@@ -37,7 +39,9 @@ mod watch;
 pub use batch::Batch;
 pub use fault::{Fault, FaultKind, FaultPlan};
 pub use forward::{Forward, WeightReader};
+pub use optimizer_actor::Shadow;
 pub use policy::Verdict;
+pub use relayout::relaid;
 pub use reply::{Failure, Reply};
 pub use report::{
     Event, LayerSeconds, LayerStep, Observer, PhaseSeconds, StallSeconds, StepReport, Summary,

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use compute::{Command, Gradient, Outcome};
-use model::{Attempt, HostBytes, LayerId, Micro, Slot, Step};
+use model::{Attempt, HostBytes, LayerId, Micro, Precision, Slot, Step, Weights};
 use optim::{AdamW, NormTree};
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
-use store::{AfterUse, IoCounters, RecordKind, Room, State, StateChunk};
+use store::{AfterUse, ChunkHashes, IoCounters, LayerHashes, RecordKind, Room, State, StateChunk};
 
 use crate::{Batch, Clip, Failure, LayerSeconds, Reply, StallSeconds};
 
@@ -23,18 +23,18 @@ pub(crate) struct Work {
 #[derive(Debug)]
 pub(crate) enum StoreRequest {
     ReadWeights {
-        layer: LayerId,
-        slot: Slot,
+        at: (LayerId, Slot),
         elements: Range<usize>,
+        precision: Precision,
         after: AfterUse,
-        reply: Reply<HostBytes>,
+        reply: Reply<Weights>,
     },
     GatherRows {
-        layer: LayerId,
-        slot: Slot,
+        at: (LayerId, Slot),
         width: usize,
         ids: Vec<u32>,
-        reply: Reply<HostBytes>,
+        precision: Precision,
+        reply: Reply<Weights>,
     },
     ReadChunk {
         layer: LayerId,
@@ -47,13 +47,13 @@ pub(crate) enum StoreRequest {
         slot: Slot,
         chunk: usize,
         bytes: StateChunk,
-        hashes: [u64; 3],
+        hashes: ChunkHashes,
         reply: Reply<()>,
     },
     FinishLayer {
         layer: LayerId,
         slot: Slot,
-        reply: Reply<[u64; 3]>,
+        reply: Reply<LayerHashes>,
     },
     Sync {
         slots: Vec<(LayerId, Slot)>,
@@ -96,6 +96,10 @@ pub(crate) struct UpdateJob {
     pub(crate) from: Slot,
     pub(crate) to: Slot,
     pub(crate) prepared: optim::Prepared,
+    /// The number of the layer's update, from 1 on.
+    pub(crate) t: u64,
+    /// Key of this step's and layer's random numbers.
+    pub(crate) rounding: u64,
 }
 
 /// Squares of a chunk's new weights, if they were asked for.
@@ -104,10 +108,11 @@ pub(crate) type ChunkWeights = Option<Box<NormTree>>;
 /// What an update came to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UpdatedLayer {
-    /// Of the new planes.
-    pub(crate) hashes: [u64; 3],
+    pub(crate) hashes: LayerHashes,
     /// Square sum of the new weights; zero if nobody asked.
     pub(crate) weights: f64,
+    /// See [`LayerStep::drift`](crate::LayerStep::drift).
+    pub(crate) drift: Option<f64>,
 }
 
 /// To the optimizer actor.
@@ -152,8 +157,9 @@ pub(crate) enum OptimizerMessage {
 /// What a layer of a prepared step adds to the record.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LayerReport {
-    pub(crate) hashes: [u64; 3],
+    pub(crate) hashes: LayerHashes,
     pub(crate) sum_of_squares: f64,
+    pub(crate) drift: Option<f64>,
     pub(crate) seconds: LayerSeconds,
 }
 
@@ -168,12 +174,12 @@ pub(crate) enum NodeMessage {
     Rows {
         attempt: Attempt,
         micro: Micro,
-        result: Result<HostBytes, Failure>,
+        result: Result<Weights, Failure>,
     },
     Weights {
         attempt: Attempt,
         visit: VisitId,
-        result: Result<HostBytes, Failure>,
+        result: Result<Weights, Failure>,
     },
     /// A layer's input has left the device for `scratch/`.
     Fetched {

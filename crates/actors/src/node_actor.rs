@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use compute::{Command, Outcome};
 use kameo::prelude::*;
-use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Slot, Step};
+use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Precision, Slot, Step, Weights};
 use schedule::{ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId};
 use store::AfterUse;
 
@@ -37,6 +37,10 @@ pub(crate) struct NodeArgs {
     pub(crate) map: Arc<ScratchMap>,
     /// Adam steps that each layer has behind it.
     pub(crate) adam_steps: Vec<u64>,
+    /// How exactly the device wants weights.
+    pub(crate) precision: Precision,
+    /// The run's.
+    pub(crate) seed: u64,
     pub(crate) faults: FaultPlan,
 }
 
@@ -47,10 +51,12 @@ pub(crate) struct NodeActor {
     map: Arc<ScratchMap>,
     input_bytes: usize,
     adam_steps: Vec<u64>,
+    precision: Precision,
+    seed: u64,
     /// What the attempts in flight compute with, and what they reported so far.
     works: BTreeMap<Attempt, InWork>,
     /// Embedding rows that wait for their lookup.
-    rows: BTreeMap<Micro, HostBytes>,
+    rows: BTreeMap<Micro, Weights>,
     clock: StallClock,
     device: DeviceClock,
     load: Load,
@@ -81,6 +87,8 @@ impl Actor for NodeActor {
         Ok(NodeActor {
             directory: args.directory,
             map: args.map,
+            precision: args.precision,
+            seed: args.seed,
             input_bytes: args.config.limits.boundary_bytes,
             node: Node::new(&args.table, args.config),
             table: args.table,
@@ -124,8 +132,8 @@ impl NodeActor {
             }
             NodeMessage::Weights { attempt, visit, result } => {
                 self.load.reads -= 1;
-                let bytes = self.accept(attempt, result)?;
-                self.bind(attempt, visit, bytes);
+                let weights = self.accept(attempt, result)?;
+                self.bind(attempt, visit, weights);
                 Some(NodeEvent::Streamed { attempt, visit })
             }
             NodeMessage::Fetched { attempt, layer, micro, result } => {
@@ -163,8 +171,10 @@ impl NodeActor {
             }
             NodeMessage::Updated { attempt, layer, result } => {
                 self.load.optimizing -= 1;
-                let UpdatedLayer { hashes, weights } = self.accept(attempt, result)?;
-                self.note(attempt, layer, |report| report.hashes = hashes);
+                let UpdatedLayer { hashes, weights, drift } = self.accept(attempt, result)?;
+                self.note(attempt, layer, |report| {
+                    (report.hashes, report.drift) = (hashes, drift);
+                });
                 if let Some(begun) = self.updates.remove(&layer) {
                     let seconds = begun.elapsed().as_secs_f64();
                     self.note(attempt, layer, |report| report.seconds.optimizer = seconds);
@@ -289,7 +299,9 @@ impl NodeActor {
                 });
                 let elements = tile.elements;
                 let after = if again { AfterUse::Keep } else { AfterUse::Forget };
-                let request = StoreRequest::ReadWeights { layer, slot, elements, after, reply };
+                let at = (layer, slot);
+                let precision = self.precision;
+                let request = StoreRequest::ReadWeights { at, elements, precision, after, reply };
                 self.directory.store().post(request);
             }
             NodeCommand::Compute { attempt, visit, op } => self.compute(attempt, visit, op),
@@ -328,12 +340,14 @@ impl NodeActor {
         });
         let ids = in_work.work.batch.micro(micro).ids.clone();
         let width = self.table.layer(layer).tensors[0].shape[1];
-        self.directory.store().post(StoreRequest::GatherRows { layer, slot, width, ids, reply });
+        let (at, precision) = ((layer, slot), self.precision);
+        let request = StoreRequest::GatherRows { at, width, ids, precision, reply };
+        self.directory.store().post(request);
     }
 
-    fn bind(&mut self, attempt: Attempt, visit: VisitId, bytes: HostBytes) {
+    fn bind(&mut self, attempt: Attempt, visit: VisitId, weights: Weights) {
         let Some(at) = self.node.visit(attempt, visit) else { return };
-        let command = translate::bind(attempt, visit, at, bytes);
+        let command = translate::bind(attempt, visit, at, weights);
         // A failed bind shows in the commands that need the weights.
         let reply = Reply::new(|_| {});
         self.directory.compute().post(ComputeRequest { command, reply });
@@ -402,7 +416,8 @@ impl NodeActor {
         };
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
-        let job = UpdateJob { step, attempt, layer, from, to, prepared };
+        let rounding = optim::rounding_key(self.seed, u64::from(layer.0), t);
+        let job = UpdateJob { step, attempt, layer, from, to, prepared, t, rounding };
         self.load.optimizing += 1;
         self.updates.insert(layer, Instant::now());
         let directory = self.directory.clone();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use compute::Gradient;
 use kameo::prelude::*;
-use model::{Attempt, Budget, CHUNK_BYTES, LayerId, LayerTable};
+use model::{Attempt, Budget, CHUNK_ELEMENTS, LayerId, LayerTable};
 use optim::NormTree;
 use rayon::ThreadPool;
 use store::{StateChunk, TrainingStore};
@@ -24,8 +24,10 @@ use crate::scratch::ScratchMap;
 use crate::watch::Watch;
 
 mod chunk;
+mod shadow;
 
-use chunk::GradientPart;
+use chunk::{GradientPart, Rule};
+pub use shadow::Shadow;
 
 #[derive(Clone)]
 pub(crate) struct OptimizerArgs {
@@ -39,6 +41,8 @@ pub(crate) struct OptimizerArgs {
     pub(crate) chunks_in_flight: usize,
     /// New weights are square-summed.
     pub(crate) weigh: bool,
+    /// Outlives the actor: its next incarnation goes on with it.
+    pub(crate) shadow: Arc<Shadow>,
     /// Arithmetic on the pool, which outlives the actor.
     pub(crate) gate: Gate,
     pub(crate) watch: Watch,
@@ -163,7 +167,7 @@ impl OptimizerActor {
             return reply.send(Err(Failure::Lost));
         };
         let elements = self.args.table.layer(job.layer).elements();
-        let chunks = elements.div_ceil(chunk::ELEMENTS);
+        let chunks = elements.div_ceil(CHUNK_ELEMENTS);
         let weights = vec![NormTree::new(); if self.args.weigh { chunks } else { 0 }];
         let reply = Some(reply);
         let (next, written) = (0, 0);
@@ -205,10 +209,9 @@ impl OptimizerActor {
         let reply = Reply::new(move |result| {
             directory.optimizer().post(OptimizerMessage::GradientRead { job, chunk, result });
         });
-        let bytes = self.args.table.layer(job.layer).elements() * 4;
-        let first = chunk * CHUNK_BYTES;
-        let start = self.args.map.gradient(job.layer) + first as u64;
-        let len = (bytes - first).min(CHUNK_BYTES);
+        let elements = self.args.store.chunk_elements(job.layer, chunk);
+        let start = self.args.map.gradient(job.layer) + elements.start as u64 * 4;
+        let len = elements.len() * 4;
         self.args.directory.store().post(StoreRequest::ReadScratch { start, len, reply });
     }
 
@@ -261,8 +264,9 @@ impl OptimizerActor {
             return;
         };
         let (layer, slot) = (job.layer, job.to);
+        let drift = self.args.shadow.drift(layer);
         let reply = Reply::new(move |result: Result<_, Failure>| {
-            let whole = |hashes| UpdatedLayer { hashes, weights: chunk::join(&weights) };
+            let whole = |hashes| UpdatedLayer { hashes, weights: chunk::join(&weights), drift };
             reply.send(result.map(whole));
         });
         self.args.directory.store().post(StoreRequest::FinishLayer { layer, slot, reply });
@@ -312,8 +316,9 @@ fn compute_and_write(
         directory.optimizer().post(OptimizerMessage::ChunkWritten { job, chunk, result });
     });
     let layer = args.table.layer(job.layer);
-    let (prepared, budget) = (&job.prepared, &args.budget);
-    let updated = chunk::update(layer, chunk, prepared, &state, &gradient, budget, args.weigh);
+    let UpdateJob { prepared, t, rounding, .. } = job;
+    let rule = Rule { prepared, t, shadow: &args.shadow, rounding, weigh: args.weigh };
+    let updated = chunk::update(layer, chunk, &rule, &state, &gradient, &args.budget);
     drop((state, gradient));
     let result = updated.and_then(|output| {
         // What was read damaged comes to anything: that is to be told first.

@@ -46,6 +46,9 @@ pub struct LayerStep {
     pub grad_norm: f64,
     /// It is not trained.
     pub locked: bool,
+    /// Of a sample of its weights: the distance from what they would be without rounding since the
+    /// run was opened, as a share of the way those have gone. `None` where nothing is rounded.
+    pub drift: Option<f64>,
     pub seconds: LayerSeconds,
 }
 

@@ -520,7 +520,8 @@ impl RunActor {
 
 fn layer_step((state, report): (&LayerState, &LayerReport)) -> LayerStep {
     let grad_norm = report.sum_of_squares.sqrt();
-    LayerStep { grad_norm, locked: state.locked, seconds: report.seconds }
+    let LayerReport { drift, seconds, .. } = *report;
+    LayerStep { grad_norm, locked: state.locked, drift, seconds }
 }
 
 fn read_batch(

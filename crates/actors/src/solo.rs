@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 
 use compute::Device;
 use data::{Rows, Sampler};
-use model::{Budget, LayerTable, Limits, RunShape, Slot, Step};
+use model::{Budget, LayerTable, Limits, Precision, RunShape, Slot, Step};
 use optim::{AdamW, LrSchedule};
 use rayon::ThreadPool;
 use schedule::{AutoLock, Guard, NodeConfig, Policy};
@@ -17,7 +17,7 @@ use crate::directory::{Directory, Ended};
 use crate::fault::FaultPlan;
 use crate::gate::Gate;
 use crate::node_actor::{NodeActor, NodeArgs};
-use crate::optimizer_actor::{OptimizerActor, OptimizerArgs};
+use crate::optimizer_actor::{OptimizerActor, OptimizerArgs, Shadow};
 use crate::reply::Failure;
 use crate::report::{Observer, Summary};
 use crate::run_actor::{Clip, RunActor, RunArgs};
@@ -36,8 +36,12 @@ pub struct SoloConfig {
     pub open_device: Arc<dyn Fn() -> Box<dyn Device> + Send + Sync>,
     pub rows: Arc<Rows>,
     pub sampler: Sampler,
+    /// Of the random numbers that round weights, in layouts that do.
+    pub seed: u64,
     pub shape: RunShape,
     pub limits: Limits,
+    /// How exactly the device wants weights.
+    pub precision: Precision,
     pub budget: Budget,
     pub threads: Arc<ThreadPool>,
     pub policy: Policy,
@@ -50,6 +54,8 @@ pub struct SoloConfig {
     pub last_step: u64,
     pub observer: Arc<dyn Observer>,
     pub patience: Patience,
+    /// Goes on over the pauses of a run.
+    pub shadow: Arc<Shadow>,
     pub faults: FaultPlan,
 }
 
@@ -214,6 +220,7 @@ fn optimizer_args(
         map: Arc::clone(map),
         chunks_in_flight: config.limits.optimizer_chunks,
         weigh: config.auto_lock.is_some(),
+        shadow: Arc::clone(&config.shadow),
         gate: Gate::default(),
         watch: watch.clone(),
         faults: config.faults.clone(),
@@ -239,6 +246,8 @@ fn node_args(
         },
         map: Arc::clone(map),
         adam_steps: state.layers.iter().map(|l| l.t).collect(),
+        precision: config.precision,
+        seed: config.seed,
         faults: config.faults.clone(),
     }
 }

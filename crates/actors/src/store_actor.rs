@@ -51,17 +51,13 @@ impl Message<StoreRequest> for StoreActor {
         let lane = ("store", request.kind());
         let (gate, watch) = (&self.args.gate, &self.args.watch);
         match request {
-            StoreRequest::ReadWeights { layer, slot, elements, after, reply } => {
-                store.read_weights(
-                    layer,
-                    slot,
-                    elements,
-                    after,
-                    pass(gate, watch.over(lane, reply)),
-                );
+            StoreRequest::ReadWeights { at, elements, precision, after, reply } => {
+                let done = pass(gate, watch.over(lane, reply));
+                store.read_weights(at, elements, precision, after, done);
             }
-            StoreRequest::GatherRows { layer, slot, width, ids, reply } => {
-                store.gather_rows(layer, slot, width, ids, pass(gate, watch.over(lane, reply)));
+            StoreRequest::GatherRows { at, width, ids, precision, reply } => {
+                let done = pass(gate, watch.over(lane, reply));
+                store.gather_rows(at, width, &ids, precision, done);
             }
             StoreRequest::ReadChunk { layer, slot, chunk, reply } => {
                 store.read_chunk(layer, slot, chunk, pass(gate, watch.over(lane, reply)));

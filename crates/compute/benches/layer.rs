@@ -11,7 +11,7 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use compute::{Command, CpuDevice, Device, MicroShape, Outcome, TensorId, WeightsId};
-use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, TileId};
+use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, TileId, Weights};
 
 const SHAPE: MicroShape = MicroShape { rows: 2, seq_len: 512 };
 const THREADS: usize = 2;
@@ -139,9 +139,10 @@ impl Bench {
     }
 
     fn bind(&mut self, layer: LayerId, tile: u32) -> WeightsId {
-        let bytes = random(self.table.tiles(layer)[tile as usize].elements.len());
+        let values = random(self.table.tiles(layer)[tile as usize].elements.len());
+        let weights = Weights::F32(values);
         let id = WeightsId(u64::from(layer.0 * 1000 + tile));
-        self.call(Command::Bind { id, layer, tile: TileId(tile), bytes });
+        self.call(Command::Bind { id, layer, tile: TileId(tile), weights });
         id
     }
 

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use model::{BudgetError, HostBytes, LayerId, TileId};
+use model::{BudgetError, HostBytes, LayerId, TileId, Weights};
 
 /// Label of a position that predicts nothing.
 pub const NO_TARGET: u32 = u32::MAX;
@@ -39,12 +39,13 @@ impl MicroShape {
 /// or kept activations that do not exist fails with [`DeviceError::Unknown`].
 #[derive(Debug)]
 pub enum Command {
-    /// Makes a tile usable under `id`; the block is dropped by `Unbind`, not earlier.
+    /// Makes a tile usable under `id` until `Unbind`. What the device computes with as it is, is
+    /// dropped then, not earlier.
     Bind {
         id: WeightsId,
         layer: LayerId,
         tile: TileId,
-        bytes: HostBytes,
+        weights: Weights,
     },
     Unbind {
         id: WeightsId,
@@ -63,7 +64,7 @@ pub enum Command {
     },
     /// Looks tokens up: `y[t] = rows[index[t]]`; `rows` is `[U, D]`, the distinct rows.
     Embed {
-        rows: HostBytes,
+        rows: Weights,
         index: Arc<[u32]>,
         y: TensorId,
     },
@@ -144,6 +145,31 @@ pub enum Command {
     },
     /// Drops every tensor, weight, kept activation and gradient: an attempt was aborted.
     Clear,
+}
+
+impl Command {
+    /// The weights that the command computes with.
+    pub fn weights(&self) -> Option<WeightsId> {
+        match self {
+            Command::Forward { weights, .. }
+            | Command::Backward { weights, .. }
+            | Command::HeadNorm { weights, .. }
+            | Command::HeadScore { weights, .. }
+            | Command::HeadBackward { weights, .. }
+            | Command::HeadNormBackward { weights, .. }
+            | Command::HeadLogits { weights, .. } => Some(*weights),
+            Command::Bind { .. }
+            | Command::Unbind { .. }
+            | Command::Put { .. }
+            | Command::Get { .. }
+            | Command::Free { .. }
+            | Command::Embed { .. }
+            | Command::HeadLoss { .. }
+            | Command::EmbedBackward { .. }
+            | Command::TakeGradient { .. }
+            | Command::Clear => None,
+        }
+    }
 }
 
 /// A layer's gradient on the host.

@@ -13,7 +13,7 @@ use std::fs::{self, File};
 use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use model::LayerTable;
+use model::{LayerTable, Precision};
 use store::{ReadingStore, StoreError};
 
 use crate::hf::{INDEX, MODEL_FILES};
@@ -122,7 +122,8 @@ fn write_shard(
     for (layer, spec) in &shard.tensors {
         for start in spec.range().step_by(PIECE_ELEMENTS) {
             let end = (start + PIECE_ELEMENTS).min(spec.range().end);
-            let block = store.read_weights_blocking(*layer, start..end)?;
+            let read = store.read_weights_blocking(*layer, start..end, Precision::Exact)?;
+            let block = read.into_f32();
             dtype.encode(block.f32s(), &mut encoded).map_err(|i| {
                 ConvertError::invalid(
                     store.dir(),

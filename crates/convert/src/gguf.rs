@@ -16,14 +16,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use model::{LayerSpec, LayerTable, ModelConfig, Role, TensorSpec};
-use store::Io;
 
 use crate::error::FETCH_AGAIN;
 use crate::source::{SOURCES, Source, look_up};
-use crate::weights::{Checkpoint, IMPORTED_LEARNING_RATE, WeightSource, layer_table, write_store};
+use crate::weights::{
+    Checkpoint, Destination, IMPORTED_LEARNING_RATE, WeightSource, layer_table, write_store,
+};
 use crate::{ConvertError, Progress, Report};
 use parse::{Header, TensorInfo};
 use quants::GgmlType;
@@ -40,8 +40,7 @@ const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// counted as float32.
 pub fn import_gguf(
     file: &Path,
-    io: Arc<dyn Io>,
-    dest: &Path,
+    to: &Destination<'_>,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
     if !look_up(file)?.is_file() {
@@ -66,7 +65,7 @@ pub fn import_gguf(
         files: tokenizer.files,
         learning_rate: IMPORTED_LEARNING_RATE,
     };
-    let mut report = write_store(io, dest, &checkpoint, &mut weights, progress)?;
+    let mut report = write_store(to, &checkpoint, &mut weights, progress)?;
     report.warnings.extend(tokenizer.warnings);
     Ok(report)
 }

@@ -10,14 +10,13 @@ mod shards;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use model::{LayerTable, ModelConfig, TensorSpec};
-use store::Io;
 
 use crate::source::{SOURCES, look_up, read_small, read_text};
 use crate::weights::{
-    Checkpoint, IMPORTED_LEARNING_RATE, PIECE_ELEMENTS, WeightSource, layer_table, write_store,
+    Checkpoint, Destination, IMPORTED_LEARNING_RATE, PIECE_ELEMENTS, WeightSource, layer_table,
+    write_store,
 };
 use crate::{ConvertError, Dtype, Progress, Report};
 use shards::{Place, Shards};
@@ -45,8 +44,7 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 /// as float32.
 pub fn import_hf(
     src: &Path,
-    io: Arc<dyn Io>,
-    dest: &Path,
+    to: &Destination<'_>,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
     if !look_up(src)?.is_dir() {
@@ -75,7 +73,7 @@ pub fn import_hf(
         files,
         learning_rate: IMPORTED_LEARNING_RATE,
     };
-    let report = write_store(io, dest, &checkpoint, &mut source, progress)?;
+    let report = write_store(to, &checkpoint, &mut source, progress)?;
     Ok(Report { ignored, ..report })
 }
 

@@ -12,12 +12,12 @@ mod config;
 mod random;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use model::{ModelConfig, Role, TensorSpec};
-use store::Io;
 
-use crate::weights::{Checkpoint, INITIAL_LEARNING_RATE, WeightSource, layer_table, write_store};
+use crate::weights::{
+    Checkpoint, Destination, INITIAL_LEARNING_RATE, WeightSource, layer_table, write_store,
+};
 use crate::{ConvertError, Progress, Report};
 
 /// Most tensors of a decoder layer.
@@ -49,8 +49,7 @@ pub struct Init<'a> {
 /// `progress` gets the bytes done and in all, counted as float32.
 pub fn init(
     what: &Init<'_>,
-    io: Arc<dyn Io>,
-    dest: &Path,
+    to: &Destination<'_>,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
     let config_path = PathBuf::from(config::NAME);
@@ -92,7 +91,7 @@ pub fn init(
         learning_rate: INITIAL_LEARNING_RATE,
     };
     let mut weights = RandomWeights { seed: what.seed, pad: completed.pad, config };
-    write_store(io, dest, &checkpoint, &mut weights, progress)
+    write_store(to, &checkpoint, &mut weights, progress)
 }
 
 struct RandomWeights {

@@ -2,8 +2,8 @@
 //!
 //! Invariants:
 //! - the only room that knows the names and layouts of Hugging Face checkpoints and GGUF files;
-//! - weights enter a store as float32, exactly; nothing is approximated, what cannot be converted
-//!   exactly is refused by name before anything is written;
+//! - weights enter a store exactly, but for a layout that keeps bfloat16 ones, which rounds them to
+//!   the nearest; what cannot be read exactly is refused by name before anything is written;
 //! - weights pass in pieces: memory does not grow with the model, nor with any number that a file
 //!   claims;
 //! - a tensor's number of bytes, shape and place come from a file and are compared with the file's
@@ -25,6 +25,7 @@ pub use export::{Exported, export_hf};
 pub use gguf::import_gguf;
 pub use hf::import_hf;
 pub use init::{Init, InitTokenizer, init};
+pub use weights::{Destination, config_in};
 
 /// Called with the bytes done and the bytes in all.
 pub type Progress<'a> = dyn FnMut(u64, u64) + 'a;

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{LayerTable, ModelConfig, TensorSpec};
+use model::{LayerTable, ModelConfig, PlaneType, StateLayout, TensorSpec};
 use serde_json::{Map, json};
 use store::{Io, NewStore};
 
@@ -20,6 +20,22 @@ pub(crate) const PIECE_ELEMENTS: usize = 1 << 20;
 /// More decoder layers than any model has: bounds what a config can make us allocate.
 const LAYER_LIMIT: usize = 16_384;
 const ELEMENT_LIMIT: u128 = 1 << 46;
+
+/// Where a store is made.
+#[derive(Clone, Debug)]
+pub struct Destination<'a> {
+    pub io: Arc<dyn Io>,
+    pub dir: &'a Path,
+    /// How it keeps W, M and V.
+    pub layout: StateLayout,
+}
+
+impl<'a> Destination<'a> {
+    /// In `dir`, everything in float32.
+    pub fn new(io: Arc<dyn Io>, dir: &'a Path) -> Destination<'a> {
+        Destination { io, dir, layout: StateLayout::F32 }
+    }
+}
 
 /// Whatever can give the weights of a layer table's tensors.
 pub(crate) trait WeightSource {
@@ -82,23 +98,20 @@ fn elements(c: &ModelConfig) -> u128 {
 
 /// Creates a store and fills it from `source`.
 pub(crate) fn write_store(
-    io: Arc<dyn Io>,
-    dest: &Path,
+    to: &Destination<'_>,
     checkpoint: &Checkpoint,
     source: &mut dyn WeightSource,
     progress: &mut Progress<'_>,
 ) -> Result<Report, ConvertError> {
     let table = &checkpoint.table;
-    let config_json =
-        with_dtype(&checkpoint.config_json, Dtype::F32.config_name()).map_err(|e| {
-            ConvertError::invalid(&checkpoint.config_path, e.to_string(), "correct the config")
-        })?;
+    let config_json = config_in(to.layout, &checkpoint.config_json).map_err(|e| {
+        ConvertError::invalid(&checkpoint.config_path, e.to_string(), "correct the config")
+    })?;
     let defaults = Map::from_iter([("lr".to_string(), json!(checkpoint.learning_rate))]);
     let files = checkpoint.files.clone();
-    let new = NewStore { config_json: &config_json, table, files, defaults };
-    let disk = Arc::clone(&io);
-    let mut writer = store::create(io, dest, &new)?;
-    let warnings = disk.disk_warnings(dest);
+    let new = NewStore { config_json: &config_json, table, layout: to.layout, files, defaults };
+    let mut writer = store::create(Arc::clone(&to.io), to.dir, &new)?;
+    let warnings = to.io.disk_warnings(to.dir);
     let total_bytes = table.elements() as u64 * 4;
     let mut done_bytes = 0;
     progress(0, total_bytes);
@@ -119,6 +132,22 @@ pub(crate) fn write_store(
     writer.finish()?;
     let parameters = table.elements() as u64;
     Ok(Report { layers: table.len(), parameters, ignored: Vec::new(), warnings })
+}
+
+/// The text of a store's `config.json` as it is for a store in `layout`.
+///
+/// # Errors
+/// For a text that is no JSON object.
+pub fn config_in(layout: StateLayout, config_json: &str) -> Result<String, serde_json::Error> {
+    with_dtype(config_json, weight_dtype(layout).config_name())
+}
+
+/// What other software finds in the weight files of a layout.
+fn weight_dtype(layout: StateLayout) -> Dtype {
+    match layout.planes()[0].dtype {
+        PlaneType::Bf16 => Dtype::BF16,
+        PlaneType::F32 | PlaneType::I16 | PlaneType::U8 => Dtype::F32,
+    }
 }
 
 /// Elements of a tensor's pieces: whole rows.

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use convert::{ConvertError, Report, import_gguf};
+use convert::{ConvertError, Destination, Report, import_gguf};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use store::{Io, ReadingStore, memory_engine};
@@ -20,7 +20,7 @@ fn golden(name: &str) -> PathBuf {
 }
 
 fn import_file(file: &Path, io: Arc<dyn Io>) -> Result<Report, ConvertError> {
-    import_gguf(file, io, dest(), &mut |_, _| {})
+    import_gguf(file, &Destination::new(io, dest()), &mut |_, _| {})
 }
 
 fn import_golden(arch: &str) -> ReadingStore {

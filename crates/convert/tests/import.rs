@@ -50,7 +50,12 @@ fn a_store_can_be_imported_itself() {
     Checkpoint::new(config(""), Dtype::F16).write(&dir.path().join("src"));
     let io = || store::mmap_engine(1, true);
     let first = dir.path().join("store");
-    convert::import_hf(&dir.path().join("src"), io(), &first, &mut |_, _| {}).unwrap();
+    convert::import_hf(
+        &dir.path().join("src"),
+        &convert::Destination::new(io(), &first),
+        &mut |_, _| {},
+    )
+    .unwrap();
     assert_values(&import(&first).1);
 }
 
@@ -176,9 +181,15 @@ fn an_existing_store_is_not_overwritten() {
     let dir = tempdir().unwrap();
     Checkpoint::new(config(""), Dtype::F32).write(dir.path());
     let io = store::memory_engine();
-    convert::import_hf(dir.path(), io.clone(), dest(), &mut |_, _| {}).unwrap();
+    convert::import_hf(dir.path(), &convert::Destination::new(io.clone(), dest()), &mut |_, _| {})
+        .unwrap();
     let before = hashes(&open(io.clone()));
-    let error = convert::import_hf(dir.path(), io.clone(), dest(), &mut |_, _| {}).unwrap_err();
+    let error = convert::import_hf(
+        dir.path(),
+        &convert::Destination::new(io.clone(), dest()),
+        &mut |_, _| {},
+    )
+    .unwrap_err();
     assert_eq!(error.kind(), convert::ErrorKind::Invalid);
     assert_eq!(hashes(&open(io)), before);
 }
@@ -189,7 +200,12 @@ fn progress_ends_at_the_total() {
     Checkpoint::new(config(""), Dtype::F32).write(dir.path());
     let mut seen = Vec::new();
     let note = &mut |done, total| seen.push((done, total));
-    let report = convert::import_hf(dir.path(), store::memory_engine(), dest(), note).unwrap();
+    let report = convert::import_hf(
+        dir.path(),
+        &convert::Destination::new(store::memory_engine(), dest()),
+        note,
+    )
+    .unwrap();
     let total = report.parameters * 4;
     assert_eq!((seen.first(), seen.last()), (Some(&(0, total)), Some(&(total, total))));
     assert!(seen.is_sorted());
@@ -206,7 +222,11 @@ fn a_source_that_is_a_file_or_nothing_is_refused() {
     }
     for source in [file.join("below.gguf"), dir.path().join("none.gguf"), dir.path().into()] {
         let io = store::memory_engine();
-        let made = convert::import_gguf(&source, io.clone(), dest(), &mut |_, _| {});
+        let made = convert::import_gguf(
+            &source,
+            &convert::Destination::new(io.clone(), dest()),
+            &mut |_, _| {},
+        );
         let error = made.unwrap_err();
         assert_clean(&*io, &error);
         assert!(error.to_string().contains("a Hugging Face directory or a .gguf file"), "{error}");

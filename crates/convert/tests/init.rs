@@ -7,7 +7,7 @@ mod support;
 use std::fs;
 use std::sync::Arc;
 
-use convert::{Dtype, ErrorKind, Init, InitTokenizer, export_hf, init};
+use convert::{Destination, Dtype, ErrorKind, Init, InitTokenizer, export_hf, init};
 use half::{bf16, f16};
 use safetensors::SafeTensors;
 use store::{Image, Memory, ReadingStore, memory_engine};
@@ -23,7 +23,7 @@ fn what(config: &str, seed: u64) -> Init<'_> {
 
 fn initialised(config: &str, seed: u64) -> ReadingStore {
     let io = memory_engine();
-    init(&what(config, seed), Arc::clone(&io), dest(), &mut |_, _| {}).unwrap();
+    init(&what(config, seed), &Destination::new(Arc::clone(&io), dest()), &mut |_, _| {}).unwrap();
     open(io)
 }
 
@@ -93,7 +93,9 @@ fn impossible_models_are_refused_before_anything_is_written() {
         ("{".into(), "JSON"),
     ] {
         let io = memory_engine();
-        let error = init(&what(&config, 0), Arc::clone(&io), dest(), &mut |_, _| {}).unwrap_err();
+        let error =
+            init(&what(&config, 0), &Destination::new(Arc::clone(&io), dest()), &mut |_, _| {})
+                .unwrap_err();
         assert_clean(&*io, &error);
         assert!(error.to_string().contains(named), "{named}: {error}");
     }
@@ -101,7 +103,8 @@ fn impossible_models_are_refused_before_anything_is_written() {
     let files = InitTokenizer::Files(vec![("vocab.json".into(), b"{}".to_vec())]);
     let what = Init { tokenizer: files, ..what(&config, 0) };
     let io = memory_engine();
-    let error = init(&what, Arc::clone(&io), dest(), &mut |_, _| {}).unwrap_err();
+    let error =
+        init(&what, &Destination::new(Arc::clone(&io), dest()), &mut |_, _| {}).unwrap_err();
     assert_clean(&*io, &error);
 }
 
@@ -175,7 +178,7 @@ fn a_directory_with_contents_is_refused_and_kept() {
 #[test]
 fn damaged_weights_are_refused_before_anything_is_written() {
     let memory = Arc::new(Memory::from_image(Image::default()));
-    init(&what(&config(""), 4), memory.clone(), dest(), &mut |_, _| {}).unwrap();
+    init(&what(&config(""), 4), &Destination::new(memory.clone(), dest()), &mut |_, _| {}).unwrap();
     let mut image = memory.image();
     let path = dest().join("layers/1/a/weight.safetensors");
     *image.files.get_mut(&path).unwrap().last_mut().unwrap() ^= 1;
@@ -210,7 +213,9 @@ fn errors_of_a_config_do_not_invent_its_name() {
         ("{}", "the config: lacks `model_type`"),
         (&small, "the config: has `vocab_size` = 258, but"),
     ] {
-        let error = init(&what(config, 0), Arc::clone(&io), dest(), &mut |_, _| {}).unwrap_err();
+        let error =
+            init(&what(config, 0), &Destination::new(Arc::clone(&io), dest()), &mut |_, _| {})
+                .unwrap_err();
         let text = error.to_string();
         assert!(text.starts_with(expected) && !text.contains("config.json"), "{text}");
         // Whoever prints the causes as well must not repeat it under another name.

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use convert::{Report, import_gguf, import_hf};
+use convert::{Destination, Report, import_gguf, import_hf};
 use store::{ReadingStore, mmap_engine};
 use tokenizers::Tokenizer;
 
@@ -40,10 +40,15 @@ fn gguf_and_hugging_face_imports_agree() {
     };
     let work = tempfile::tempdir().unwrap();
     let io = || mmap_engine(2, true);
-    let hf =
-        imported(work.path(), "hf", |dest| import_hf(&dir.join("hf"), io(), dest, &mut |_, _| {}));
+    let hf = imported(work.path(), "hf", |dest| {
+        import_hf(&dir.join("hf"), &Destination::new(io(), dest), &mut |_, _| {})
+    });
     let gguf = imported(work.path(), "gguf", |dest| {
-        import_gguf(&dir.join("smollm2-135m.Q4_1.gguf"), io(), dest, &mut |_, _| {})
+        import_gguf(
+            &dir.join("smollm2-135m.Q4_1.gguf"),
+            &Destination::new(io(), dest),
+            &mut |_, _| {},
+        )
     });
     for layer in hf.table().layers() {
         assert_eq!(hf.layer_hash(layer.id), gguf.layer_hash(layer.id), "{}", layer.name);

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use model::StateLayout;
 
 use crate::options::TrainOptions;
 
@@ -39,6 +40,12 @@ pub(crate) enum Command {
         after_help = "Examples:\n  ftactor import ./SmolLM2-135M --store ./store\n  ftactor import model.gguf --store ./store"
     )]
     Import(ImportArgs),
+    /// Copy a store into another layout of weights and moments, at the same step of the same run;
+    /// snapshots stay behind
+    #[command(
+        after_help = "Example:\n  ftactor convert --store ./store --layout split8 --out ./store8"
+    )]
+    Convert(ConvertArgs),
     /// Write the store's weights as a Hugging Face directory
     #[command(after_help = "Example:\n  ftactor export --store ./store --out ./tuned --dtype bf16")]
     Export(ExportArgs),
@@ -122,6 +129,10 @@ pub(crate) struct SoloArgs {
     pub(crate) fault: Vec<actors::Fault>,
 }
 
+const LAYOUT_HELP: &str = "How weights and Adam moments are kept: f32 (24 bytes a parameter on disk), \
+    split (the same bits, weights as a bfloat16 plane and the rest), split8 (float32 weights, 8-bit \
+    moments, 12 bytes), bf16sr8 (bfloat16 weights, rounded stochastically, 8-bit moments, 8 bytes)";
+
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {
     /// A Hugging Face config.json; model_type and sizes suffice
@@ -134,6 +145,8 @@ pub(crate) struct InitArgs {
     pub(crate) tokenizer: String,
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+    #[arg(long, value_name = "LAYOUT", default_value_t, help = LAYOUT_HELP)]
+    pub(crate) layout: StateLayout,
 }
 
 #[derive(Debug, Args)]
@@ -143,6 +156,20 @@ pub(crate) struct ImportArgs {
     pub(crate) source: PathBuf,
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    #[arg(long, value_name = "LAYOUT", default_value_t, help = LAYOUT_HELP)]
+    pub(crate) layout: StateLayout,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: PathBuf,
+    #[arg(long, value_name = "LAYOUT", help = LAYOUT_HELP)]
+    pub(crate) layout: StateLayout,
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use actors::Forward;
 use anyhow::Context;
-use convert::{Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import_hf};
+use convert::{Destination, Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import_hf};
 use data::Tokenizer;
-use model::{Budget, ModelConfig};
+use model::{Budget, ModelConfig, StateLayout};
 use serde_json::json;
 use store::{Damage, ReadingStore, show_bytes};
 
@@ -37,14 +37,12 @@ pub(crate) fn init(args: &InitArgs) -> anyhow::Result<ExitCode> {
     let config_json = machine::read_text(&args.config)?;
     let (tokenizer, tokenizer_vocab) = init_tokenizer(&args.tokenizer)?;
     let what = Init { config_json: &config_json, tokenizer, tokenizer_vocab, seed: args.seed };
+    let to = destination(&args.store, args.layout);
     let bar = ByteBar::new("initialise");
-    let report =
-        convert::init(&what, machine::engine(u64::MAX), &args.store, &mut |done, total| {
-            bar.at(done, total);
-        })
+    let report = convert::init(&what, &to, &mut |done, total| bar.at(done, total))
         .with_context(|| args.config.display().to_string())?;
     drop(bar);
-    say_made(&args.store, &report);
+    say_made(&to, &report);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -74,18 +72,22 @@ fn init_tokenizer(named: &str) -> anyhow::Result<(InitTokenizer, usize)> {
 
 pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     check_tokenizer(&args.source)?;
-    let io = machine::engine(u64::MAX);
+    let to = destination(&args.store, args.layout);
     let bar = ByteBar::new("import");
     let mut progress = |done, total| bar.at(done, total);
     let gguf = args.source.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
     let report = if gguf {
-        import_gguf(&args.source, io, &args.store, &mut progress)?
+        import_gguf(&args.source, &to, &mut progress)?
     } else {
-        import_hf(&args.source, io, &args.store, &mut progress)?
+        import_hf(&args.source, &to, &mut progress)?
     };
     drop(bar);
-    say_made(&args.store, &report);
+    say_made(&to, &report);
     Ok(ExitCode::SUCCESS)
+}
+
+fn destination(dir: &Path, layout: StateLayout) -> Destination<'_> {
+    Destination { io: machine::engine(u64::MAX), dir, layout }
 }
 
 /// Refuses a model directory whose tokenizer training could not load; what is missing is for the
@@ -97,17 +99,19 @@ fn check_tokenizer(source: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn say_made(store: &Path, report: &Report) {
+fn say_made(to: &Destination<'_>, report: &Report) {
+    let on_disk = 2 * to.layout.bytes(report.parameters as usize) as u64;
     outln!(
-        "made {}: {} decoder layers between embedding and head, {} parameters, {} on disk",
-        store.display(),
+        "made {} in {}: {} decoder layers between embedding and head, {} parameters, {} on disk",
+        to.dir.display(),
+        to.layout,
         report.layers.saturating_sub(2),
         report.parameters,
-        show_bytes(report.parameters * 24),
+        show_bytes(on_disk),
     );
     report.ignored.iter().for_each(|name| outln!("left out as redundant: {name}"));
     report.warnings.iter().for_each(|warning| errln!("warning: {warning}"));
-    outln!("next: ftactor solo --store {} --data FILE.txt", store.display());
+    outln!("next: ftactor solo --store {} --data FILE.txt", to.dir.display());
 }
 
 pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<ExitCode> {
@@ -146,7 +150,7 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
                 json!({
                     "name": spec.name,
                     "parameters": spec.elements(),
-                    "bytes": spec.elements() * 12,
+                    "bytes": store.layout().bytes(spec.elements()),
                     "slot": layer.slot.name(),
                     "t": layer.t,
                     "locked": layer.locked,
@@ -163,6 +167,7 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             "{}",
             json!({
                 "run": run,
+                "layout": store.layout().name(),
                 "step": state.step,
                 "loss": finite(state.loss),
                 "tokens_total": state.tokens_total,
@@ -172,7 +177,13 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
         );
         return Ok(ExitCode::SUCCESS);
     }
-    outln!("step {}, loss {:.4}, {} tokens", state.step, state.loss, state.tokens_total);
+    outln!(
+        "step {}, loss {:.4}, {} tokens, kept in {}",
+        state.step,
+        state.loss,
+        state.tokens_total,
+        store.layout()
+    );
     outln!(
         "{:<8} {:>14} {:>10} slot {:>6} {:>12}  {:<16}  ",
         "layer",
@@ -187,7 +198,7 @@ pub(crate) fn inspect(args: &StoreArgs) -> anyhow::Result<ExitCode> {
             "{:<8} {:>14} {:>10} {:<4} {:>6} {:>12.4e}  {:<16}  {}",
             spec.name,
             spec.elements(),
-            show_bytes(spec.elements() as u64 * 12),
+            show_bytes(store.layout().bytes(spec.elements()) as u64),
             layer.slot.name(),
             layer.t,
             layer.grad_norm,
@@ -235,7 +246,7 @@ pub(crate) fn verify(args: &StoreArgs) -> anyhow::Result<ExitCode> {
     for d in &damage {
         let inside =
             if d.tensor.is_empty() { String::new() } else { format!(" ({} ..)", d.tensor) };
-        errln!("damaged: {}, in the 4 MiB from byte {}{inside}", d.file.display(), d.offset);
+        errln!("damaged: {}, in the chunk from byte {}{inside}", d.file.display(), d.offset);
         match (d.layer, d.healed_by.last(), &d.snapshot) {
             (Some(layer), Some(version), _) => {
                 let layer = &store.table().layer(layer).name;

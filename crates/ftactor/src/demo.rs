@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use actors::Forward;
 use anyhow::Context;
-use convert::{Init, InitTokenizer};
+use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use model::{Budget, ModelConfig};
 use serde::{Deserialize, Serialize};
@@ -104,7 +104,7 @@ fn make_store(dir: &Path) -> anyhow::Result<()> {
         tokenizer_vocab: BYTES_VOCAB_SIZE as usize,
         seed: 1,
     };
-    convert::init(&what, machine::engine(0), dir, &mut |_, _| {})?;
+    convert::init(&what, &Destination::new(machine::engine(0), dir), &mut |_, _| {})?;
     Ok(())
 }
 

@@ -54,6 +54,7 @@ pub(crate) fn step_line(report: &StepReport, rss_bytes: Option<u64>) -> Value {
             "network": report.stall.network,
         },
         "commit_wait_seconds": report.stall.commit,
+        "drift": worst_drift(report),
         "phase_seconds": {
             "forward": report.phase.forward,
             "backward": report.phase.backward,
@@ -64,6 +65,11 @@ pub(crate) fn step_line(report: &StepReport, rss_bytes: Option<u64>) -> Value {
         "ram_peak_bytes": report.ram_peak_bytes,
         "rss_bytes": rss_bytes,
     })
+}
+
+/// How far rounding has led the worst layer away; see [`LayerStep::drift`](actors::LayerStep::drift).
+fn worst_drift(report: &StepReport) -> Option<f64> {
+    report.layers.iter().filter_map(|layer| layer.drift).reduce(f64::max)
 }
 
 /// An event as a log line.

@@ -15,6 +15,7 @@ mod new_run;
 mod options;
 mod out;
 mod progress;
+mod relayout;
 mod run_record;
 mod run_start;
 mod selftest;
@@ -47,6 +48,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Solo(args) => solo::run(&args),
         Command::Init(args) => commands::init(&args),
         Command::Import(args) => commands::import(&args),
+        Command::Convert(args) => relayout::convert(&args),
         Command::Export(args) => commands::export(&args),
         Command::Inspect(args) => commands::inspect(&args),
         Command::Verify(args) => commands::verify(&args),

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use actors::{Event, Observer, StepReport};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use model::StateLayout;
 use telemetry::{MemoryPurpose, Metrics, Phase, ProcessMemory, Resource, StepFacts};
 
 use crate::log::{StepLog, event_line, step_line};
@@ -28,7 +29,7 @@ pub(crate) struct RunObserver {
     metrics: Metrics,
     last_step: u64,
     /// By layer: what the optimizer goes through every step, unless it is locked.
-    parameters: Vec<u64>,
+    layers: Vec<OptimizerBytes>,
     pace: Mutex<Pace>,
 }
 
@@ -51,7 +52,7 @@ impl RunObserver {
         show: Show,
         first_step: u64,
         last_step: u64,
-        parameters: Vec<u64>,
+        layers: Vec<OptimizerBytes>,
         log: Option<StepLog>,
         metrics: Metrics,
     ) -> RunObserver {
@@ -68,7 +69,7 @@ impl RunObserver {
             log: log.map(Mutex::new),
             metrics,
             last_step,
-            parameters,
+            layers,
             pace: Mutex::default(),
         }
     }
@@ -136,11 +137,11 @@ impl RunObserver {
         m.store_written(report.written_bytes);
         m.store_commit(report.phase.commit);
         m.ram_used(report.ram_used_bytes as u64);
-        // W, M, V and the gradient in, W, M, V out; both versions are hashed.
-        let layers = report.layers.iter().zip(&self.parameters);
-        let trained: u64 = layers.filter(|(layer, _)| !layer.locked).map(|(_, n)| n).sum();
-        m.host_memory(MemoryPurpose::Optimizer, 28 * trained);
-        m.host_memory(MemoryPurpose::Hash, 24 * trained);
+        let layers = report.layers.iter().zip(&self.layers);
+        for (_, bytes) in layers.filter(|(layer, _)| !layer.locked) {
+            m.host_memory(MemoryPurpose::Optimizer, bytes.moved);
+            m.host_memory(MemoryPurpose::Hash, bytes.hashed);
+        }
         for (layer, facts) in report.layers.iter().enumerate() {
             m.layer_locked(layer, facts.locked);
             m.layer_grad_norm(layer, facts.grad_norm);
@@ -151,6 +152,21 @@ impl RunObserver {
         for (actor, depth) in &report.mailbox_depths {
             m.mailbox_depth(actor, *depth);
         }
+    }
+}
+
+/// What the optimizer moves through memory for a layer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OptimizerBytes {
+    moved: u64,
+    hashed: u64,
+}
+
+impl OptimizerBytes {
+    /// W, M, V and a float32 gradient in, W, M, V out; both versions of the state are hashed.
+    pub(crate) fn of(parameters: usize, layout: StateLayout) -> OptimizerBytes {
+        let state = layout.bytes(parameters) as u64;
+        OptimizerBytes { moved: 2 * state + 4 * parameters as u64, hashed: 2 * state }
     }
 }
 

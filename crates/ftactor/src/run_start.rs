@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use data::{Order, Rows, RowsError, Sampler};
-use model::{BudgetError, LayerTable, Limits, ModelConfig};
+use model::{BudgetError, LayerTable, Limits, ModelConfig, StateLayout, Workspace};
 use schedule::Policy;
 use serde_json::{Map, Value};
 use store::{RollBack, State, StoreError, TrainingStore};
@@ -65,7 +65,7 @@ pub(crate) fn decide(
     let mut record = RunRecord::new(options, defaults, steps, prepared.files, prepared.name)?;
     // What cannot run is refused before anything of the old run is gone.
     let policy = record.policy(options.update)?;
-    limits(store.table(), config, &record, policy, ram_bytes)?;
+    limits((store.table(), store.layout()), config, &record, policy, ram_bytes)?;
     record.reset_first = store.state().step.0 > 0;
     record.run = before.map_or(1, |text| RunRecord::number_in(&text) + 1);
     check_rows(&prepared.rows, &record, &store.state())?;
@@ -231,18 +231,28 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
     })
 }
 
+/// What the device needs for the run's microbatches.
+pub(crate) fn workspace(
+    config: &ModelConfig,
+    layout: StateLayout,
+    record: &RunRecord,
+) -> Workspace {
+    let shape = record.shape();
+    let micro = compute::MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
+    compute::workspace(config, layout, micro)
+}
+
 pub(crate) fn limits(
-    table: &LayerTable,
+    (table, layout): (&LayerTable, StateLayout),
     config: &ModelConfig,
     record: &RunRecord,
     policy: Policy,
     ram_bytes: usize,
 ) -> anyhow::Result<Limits> {
     let shape = record.shape();
-    let micro = compute::MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    let workspace = compute::workspace(config, micro);
+    let workspace = workspace(config, layout, record);
     let deferred = policy == Policy::Deferred;
-    let at = |shape| Limits::new(table, shape, workspace, deferred, ram_bytes);
+    let at = |shape| Limits::new(table, layout, shape, workspace, deferred, ram_bytes);
     at(shape).map_err(|error| match error {
         BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } if record.micro_rows > 1 => {
             let remedy = String::from(" or choose a smaller --micro-rows");

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Parser;
-use convert::{Init, InitTokenizer};
+use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use serde_json::json;
 
@@ -107,7 +107,8 @@ fn convergence(dir: &Path) -> anyhow::Result<String> {
         tokenizer_vocab: BYTES_VOCAB_SIZE as usize,
         seed: 5,
     };
-    convert::init(&what, machine::engine(0), &store, &mut |_, _| {})?;
+    let to = Destination::new(machine::engine(0), &store);
+    convert::init(&what, &to, &mut |_, _| {})?;
     let args = training_args(&store, &text, &log)?;
     solo::train(&store, &args.data, &args.options, &args, Show::Silent)?;
     let losses = epoch_losses(&log)?;

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use actors::{
-    ACTOR_NAMES, Failure, FaultPlan, Forward, Observer, Patience, Solo, SoloConfig, Summary,
+    ACTOR_NAMES, Failure, FaultPlan, Forward, Observer, Patience, Shadow, Solo, SoloConfig, Summary,
 };
 use anyhow::Context;
 use data::{Rows, Sampler, Tokenizer};
-use model::{Budget, Limits, ModelConfig};
+use model::{Budget, LayerSpec, Limits, ModelConfig};
 use schedule::{End, Policy, SKIPS_IN_A_ROW};
 use store::{ReadingStore, State, StoreError, TrainingStore, show_bytes};
 use telemetry::{BlockDevice, Metrics, Server};
@@ -21,9 +21,9 @@ use crate::interrupt::Interrupt;
 use crate::log::StepLog;
 use crate::options::{GuardChoice, TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
-use crate::progress::{ByteBar, RunObserver, Show};
+use crate::progress::{ByteBar, OptimizerBytes, RunObserver, Show};
 use crate::run_record::RunRecord;
-use crate::run_start::{Run, decide, finish_rollback, limits, order, settle};
+use crate::run_start::{Run, decide, finish_rollback, limits, order, settle, workspace};
 use crate::{demo, effective, layers, machine, snapshots, supervise, text};
 
 /// How long a closing run waits for threads to let go of the store.
@@ -104,6 +104,7 @@ struct Session {
     policy: Policy,
     threads: Arc<rayon::ThreadPool>,
     patience: Patience,
+    shadow: Arc<Shadow>,
 }
 
 impl Session {
@@ -196,7 +197,8 @@ fn open_session(
 ) -> anyhow::Result<Session> {
     let Run { record, rows } = run;
     let policy = record.policy(options.update)?;
-    let limits = limits(store.table(), &config, &record, policy, budget.total_bytes())?;
+    let state = (store.table(), store.layout());
+    let limits = limits(state, &config, &record, policy, budget.total_bytes())?;
     Ok(Session {
         threads: machine::threads(options.threads)?,
         store: Arc::new(store),
@@ -207,6 +209,7 @@ fn open_session(
         limits,
         policy,
         patience: Patience::default(),
+        shadow: Arc::default(),
     })
 }
 
@@ -223,10 +226,11 @@ fn run_session(
     let log = options.log.as_deref().map(StepLog::open).transpose()?;
     settle(&session.store, &mut session.record)?;
     let first = session.store.state().step.0;
-    let layers = session.store.table().layers().iter();
-    let parameters: Vec<u64> = layers.map(|layer| layer.elements() as u64).collect();
+    let (table, layout) = (session.store.table(), session.store.layout());
+    let moved = |layer: &LayerSpec| OptimizerBytes::of(layer.elements(), layout);
+    let layers = table.layers().iter().map(moved).collect();
     let last = session.record.steps;
-    let observer = RunObserver::new(show, first, last, parameters, log, metrics);
+    let observer = RunObserver::new(show, first, last, layers, log, metrics);
     let observer = Arc::new(observer);
     if first > 0 {
         observer.say(&format!("goes on behind step {first} of {last}"));
@@ -367,8 +371,10 @@ fn solo_config(
         open_device,
         rows: Arc::clone(&session.rows),
         sampler: session.sampler(),
+        seed: record.seed,
         shape: record.shape(),
         limits: session.limits.clone(),
+        precision: workspace(&session.config, session.store.layout(), record).precision,
         budget: session.budget.clone(),
         threads: Arc::clone(&session.threads),
         policy: session.policy,
@@ -380,6 +386,7 @@ fn solo_config(
         last_step,
         observer,
         patience: session.patience,
+        shadow: Arc::clone(&session.shadow),
         faults: faults.clone(),
     })
 }
@@ -432,7 +439,7 @@ fn measure(
 /// Closes the store and says what was done.
 fn close(session: Session, summary: &Summary, show: Show) -> anyhow::Result<()> {
     let state = session.store.state();
-    let state_bytes = 12 * session.store.table().elements() as u64;
+    let state_bytes = session.store.layout().bytes(session.store.table().elements()) as u64;
     let (dir, guard) = (session.store.dir().to_path_buf(), session.record.guard);
     match sole_owner(session.store) {
         Some(store) => store.close().or_else(|error| match (summary.end, error) {

@@ -49,7 +49,7 @@ impl HostBytes {
     ///
     /// # Safety
     /// `start..start + len` must be one allocation or mapping that `owner` keeps alive and
-    /// unmoved, 4-byte aligned at least, initialised, and neither written nor (if `writable`)
+    /// unmoved, aligned for what it is read as, initialised, and neither written nor (if `writable`)
     /// read by anybody else while the block lives.
     pub unsafe fn from_owner<O: Any + Send + Sync>(
         start: NonNull<u8>,
@@ -97,6 +97,22 @@ impl HostBytes {
         // SAFETY: every bit pattern is an f32; alignment and length are checked by `align_to`.
         let (head, body, tail) = unsafe { self.bytes().align_to::<f32>() };
         assert!(head.is_empty() && tail.is_empty(), "block is not a float32 array");
+        body
+    }
+
+    /// The block as little-endian 16-bit words (`len / 2` of them).
+    pub fn u16s(&self) -> &[u16] {
+        // SAFETY: every bit pattern is a u16; alignment and length are checked by `align_to`.
+        let (head, body, tail) = unsafe { self.bytes().align_to::<u16>() };
+        assert!(head.is_empty() && tail.is_empty(), "block is not an array of 16-bit words");
+        body
+    }
+
+    /// The block as 16-bit words, writable. Panics as [`HostBytes::bytes_mut`].
+    pub fn u16s_mut(&mut self) -> &mut [u16] {
+        // SAFETY: as in `u16s`.
+        let (head, body, tail) = unsafe { self.bytes_mut().align_to_mut::<u16>() };
+        assert!(head.is_empty() && tail.is_empty(), "block is not an array of 16-bit words");
         body
     }
 

@@ -15,28 +15,6 @@ use crate::{LayerId, ModelConfig, TileId};
 pub const VOCAB_TILE_ROWS: usize = 8192;
 const VOCAB_TILE_ELEMENTS: usize = 8 << 20;
 
-/// One of the three state files of a slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Plane {
-    Weight,
-    ExpAvg,
-    ExpAvgSq,
-}
-
-impl Plane {
-    /// All planes in the order of their files.
-    pub const ALL: [Plane; 3] = [Plane::Weight, Plane::ExpAvg, Plane::ExpAvgSq];
-
-    /// The plane's name: also the stem of its file.
-    pub fn name(self) -> &'static str {
-        match self {
-            Plane::Weight => "weight",
-            Plane::ExpAvg => "exp_avg",
-            Plane::ExpAvgSq => "exp_avg_sq",
-        }
-    }
-}
-
 /// What a layer is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LayerKind {
@@ -282,6 +260,13 @@ impl LayerTable {
             }
         });
         std::iter::once(norm).chain(projection).collect()
+    }
+
+    /// Weights of the largest tile that is streamed.
+    pub fn largest_tile(&self) -> usize {
+        let streamed = self.layers.iter().filter(|layer| layer.kind != LayerKind::Embedding);
+        let tiles = streamed.flat_map(|layer| self.tiles(layer.id));
+        tiles.map(|tile| tile.elements.len()).max().unwrap_or(0)
     }
 
     /// The layers that `text` names, e.g. `embed,0-11,head`; the `Err` says what is wrong.

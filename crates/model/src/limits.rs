@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::{HostBytes, LayerKind, LayerTable};
+use crate::{CHUNK_ELEMENTS, HostBytes, LayerSpec, LayerTable, Precision, StateLayout};
 
 /// Why memory was refused.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
@@ -179,6 +179,10 @@ impl RunShape {
 /// What the compute device needs in host memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
+    /// How exactly it wants weights.
+    pub precision: Precision,
+    /// What it makes of the largest tile when that is bound, and keeps until it is unbound.
+    pub bound_bytes: usize,
     /// Most that any single command allocates while it runs.
     pub command_bytes: usize,
     /// Inner activations of one decoder layer and one microbatch, when they are kept.
@@ -212,13 +216,11 @@ pub struct Limits {
     pub optimizer_chunks: usize,
 }
 
-/// Bytes of one unit of I/O and hashing, counted from the first byte of a plane.
+/// Most bytes of one operation on the disk: a chunk of float32 values.
 pub const CHUNK_BYTES: usize = 4 << 20;
 /// Fewest chunks with which reading and writing overlap with arithmetic, and how many pay.
 const OPTIMIZER_CHUNKS_MIN: usize = 2;
 const OPTIMIZER_CHUNKS_MAX: usize = 6;
-/// Blocks per optimizer chunk: three planes and a gradient in, three planes out.
-const CHUNK_BLOCKS: usize = 7;
 /// Fewest tiles with which the next one loads while one computes.
 const WEIGHT_BUFFERS_MIN: usize = 2;
 const WEIGHT_BUFFERS_MAX: usize = 4;
@@ -236,12 +238,13 @@ impl Limits {
     /// saves.
     pub fn new(
         table: &LayerTable,
+        layout: StateLayout,
         shape: RunShape,
         workspace: Workspace,
         keep_gradients: bool,
         ram_bytes: usize,
     ) -> Result<Limits, BudgetError> {
-        let parts = Parts::new(table, shape, workspace);
+        let parts = Parts::new(table, layout, shape, workspace);
         let Some(mut spare) = ram_bytes.checked_sub(parts.minimum()) else {
             return Err(BudgetError::TooSmall {
                 given_bytes: ram_bytes as u64,
@@ -258,8 +261,7 @@ impl Limits {
         };
         let wanted = (table.len() - 1).saturating_sub(BOUNDARIES_MIN);
         let kept_inputs = share(parts.boundary * micros, wanted);
-        let extra_chunks =
-            share(CHUNK_BLOCKS * parts.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
+        let extra_chunks = share(parts.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
         let waiting = if keep_gradients { parts.waiting_gradients() } else { 0 };
         let gradient_bytes = parts.gradients() + share(1, waiting);
         let extra_buffers = share(parts.weight_buffer, WEIGHT_BUFFERS_MAX - WEIGHT_BUFFERS_MIN);
@@ -300,33 +302,36 @@ struct Parts {
     /// Rows of several microbatches are brought together in a copy.
     gathered_rows: usize,
     workspace: usize,
-    /// The largest chunk of a plane.
+    /// What the optimizer needs for the largest chunk: all planes and a gradient in, all planes out.
     chunk: usize,
 }
 
 impl Parts {
-    fn new(table: &LayerTable, shape: RunShape, workspace: Workspace) -> Parts {
+    fn new(
+        table: &LayerTable,
+        layout: StateLayout,
+        shape: RunShape,
+        workspace: Workspace,
+    ) -> Parts {
         let hidden = table.layer(table.head()).tensors[0].elements();
         let mut gradients: Vec<usize> = table.layers().iter().map(|l| l.elements() * 4).collect();
         if !table.tied() {
             // Only rows that a step's tokens name.
             gradients[0] = gradients[0].min(shape.step_tokens() * hidden * 4);
         }
+        let largest = table.layers().iter().map(LayerSpec::elements).max().unwrap_or(0);
+        let chunk = largest.min(CHUNK_ELEMENTS);
+        let planes = layout.weight_planes(workspace.precision);
+        let tile = table.largest_tile();
         Parts {
-            weight_buffer: largest_tile_bytes(table),
+            weight_buffer: planes.iter().map(|spec| spec.bytes(tile)).sum(),
             boundary: shape.micro_tokens() * hidden * 4,
             micros: shape.micros(),
             layers: table.len(),
             gathered_rows: if table.tied() || shape.micros() == 1 { 0 } else { gradients[0] },
             gradients,
-            workspace: workspace.command_bytes,
-            chunk: table
-                .layers()
-                .iter()
-                .map(|l| l.elements() * 4)
-                .max()
-                .unwrap_or(0)
-                .min(CHUNK_BYTES),
+            workspace: workspace.command_bytes + workspace.bound_bytes,
+            chunk: 2 * layout.bytes(chunk) + chunk * 4,
         }
     }
 
@@ -361,7 +366,7 @@ impl Parts {
     }
 
     fn optimizer(&self) -> usize {
-        OPTIMIZER_CHUNKS_MIN * CHUNK_BLOCKS * self.chunk
+        OPTIMIZER_CHUNKS_MIN * self.chunk
     }
 
     fn minimum(&self) -> usize {
@@ -382,17 +387,6 @@ impl Parts {
             self.optimizer(),
         )
     }
-}
-
-fn largest_tile_bytes(table: &LayerTable) -> usize {
-    table
-        .layers()
-        .iter()
-        .filter(|l| l.kind != LayerKind::Embedding)
-        .flat_map(|l| table.tiles(l.id))
-        .map(|t| t.f32_bytes())
-        .max()
-        .unwrap_or(0)
 }
 
 #[cfg(test)]

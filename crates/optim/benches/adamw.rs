@@ -2,16 +2,18 @@
 //!
 //! Rates count bytes read plus bytes written, whatever the caches add: 28 per element for the
 //! update (16 + 12), 24 for the copy of the three state slices, 4 for the norm and the search for
-//! infinities. All work is done in pieces of 4 MiB per slice, as the trainer does it. Prints a
+//! infinities, 5 to and from 8-bit codes. All work is done in pieces of 4 MiB per slice, as the trainer does it. Prints a
 //! table and one JSON line. `cargo bench -p optim --bench adamw -- --elements N` sets the size
 //! (default 32 Mi).
 
+use std::cell::RefCell;
 use std::hint::black_box;
 use std::num::NonZero;
+use std::sync::LazyLock;
 use std::thread;
 use std::time::Instant;
 
-use optim::{AdamW, Input, InstructionSet, NormTree, Output, Prepared};
+use optim::{AdamW, CODE_BLOCK, Input, InstructionSet, NormTree, Output, Prepared, SIGNED};
 
 const DEFAULT_ELEMENTS: usize = 32 << 20;
 const PIECE_ELEMENTS: usize = 1 << 20;
@@ -74,6 +76,7 @@ fn works() -> Vec<Work> {
     let mut works = vec![Work::Copy];
     for set in InstructionSet::available() {
         works.extend([Work::Update(set), Work::ZeroGrad(set), Work::Norm(set), Work::Finite(set)]);
+        works.extend([Work::Encode(set), Work::Decode(set), Work::Round(set)]);
     }
     works
 }
@@ -90,6 +93,9 @@ enum Work {
     ZeroGrad(InstructionSet),
     Norm(InstructionSet),
     Finite(InstructionSet),
+    Encode(InstructionSet),
+    Decode(InstructionSet),
+    Round(InstructionSet),
 }
 
 impl Work {
@@ -98,6 +104,8 @@ impl Work {
             Self::Copy | Self::ZeroGrad(_) => 24,
             Self::Update(_) => 28,
             Self::Norm(_) | Self::Finite(_) => 4,
+            Self::Encode(_) | Self::Decode(_) => 5,
+            Self::Round(_) => 6,
         }
     }
 
@@ -108,6 +116,9 @@ impl Work {
             Self::ZeroGrad(set) => set.update_zero_grad(prepared, true, input, output),
             Self::Norm(set) => norm(set, input.grad),
             Self::Finite(set) => assert!(black_box(set.is_finite(input.grad))),
+            Self::Encode(set) => encode(set, input.grad),
+            Self::Decode(set) => decode(set, output.weight),
+            Self::Round(set) => round(set, input.grad),
         }
     }
 }
@@ -120,6 +131,9 @@ impl std::fmt::Display for Work {
             Self::ZeroGrad(set) => write!(out, "update_zero_grad {set}"),
             Self::Norm(set) => write!(out, "sum_of_squares {set}"),
             Self::Finite(set) => write!(out, "is_finite {set}"),
+            Self::Encode(set) => write!(out, "encode {set}"),
+            Self::Decode(set) => write!(out, "decode {set}"),
+            Self::Round(set) => write!(out, "round_stochastically {set}"),
         }
     }
 }
@@ -134,6 +148,40 @@ fn norm(set: InstructionSet, grad: &[f32]) {
     let mut tree = NormTree::new();
     tree.feed_on(set, grad);
     black_box(tree.sum());
+}
+
+thread_local! {
+    /// Codes and scales, and bfloat16 values, of a piece.
+    static NARROW: RefCell<(Vec<u8>, Vec<f32>, Vec<u16>)> = const {
+        RefCell::new((Vec::new(), Vec::new(), Vec::new()))
+    };
+}
+
+/// Any codes of a piece.
+static CODES: LazyLock<Vec<u8>> =
+    LazyLock::new(|| (0..PIECE_ELEMENTS).map(|i| (i % 251) as u8).collect());
+static SCALES: LazyLock<Vec<f32>> = LazyLock::new(|| vec![1e-3; PIECE_ELEMENTS / CODE_BLOCK]);
+
+fn encode(set: InstructionSet, values: &[f32]) {
+    NARROW.with_borrow_mut(|(codes, scales, _)| {
+        codes.resize(values.len(), 0);
+        scales.resize(values.len().div_ceil(CODE_BLOCK), 0.0);
+        set.encode(&SIGNED, values, codes, scales);
+        black_box(codes);
+    });
+}
+
+fn decode(set: InstructionSet, values: &mut [f32]) {
+    let scales = &SCALES[..values.len().div_ceil(CODE_BLOCK)];
+    set.decode(&SIGNED, &CODES[..values.len()], scales, values);
+}
+
+fn round(set: InstructionSet, values: &[f32]) {
+    NARROW.with_borrow_mut(|(_, _, rounded)| {
+        rounded.resize(values.len(), 0);
+        set.round_stochastically(1, 0, values, rounded);
+        black_box(rounded);
+    });
 }
 
 /// Four slices to read and three to write, aligned as the trainer's buffers are.

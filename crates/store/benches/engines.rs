@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use model::{Budget, LayerId, LayerTable, ModelConfig, Slot};
+use model::{Budget, LayerId, LayerTable, ModelConfig, PLANES, Slot, StateLayout};
 use serde_json::{Map, Value, json};
 use store::{
     Io, NewStore, StateChunk, StoreError, TrainingStore, blocking, create, direct_engine,
@@ -82,8 +82,9 @@ fn median(values: &mut [f64]) -> f64 {
 
 fn make_store(dir: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let table = LayerTable::new(&ModelConfig::from_json(CONFIG)?);
-    let new =
-        NewStore { config_json: CONFIG, table: &table, files: Vec::new(), defaults: Map::new() };
+    let layout = StateLayout::F32;
+    let (files, defaults) = (Vec::new(), Map::new());
+    let new = NewStore { config_json: CONFIG, table: &table, layout, files, defaults };
     let mut writer = create(direct_engine(16), dir, &new)?;
     for layer in table.layers() {
         let piece: Vec<f32> = (0..1 << 20).map(|i| i as f32 * 1e-7).collect();
@@ -122,7 +123,7 @@ fn sweep(io: Arc<dyn Io>, dir: &Path) -> Result<f64, StoreError> {
                 let events = events.clone();
                 let done = Box::new(move |result| drop(events.send(Event::Written(result))));
                 // Nobody compares them: only the way matters here.
-                store.write_chunk(LAYER, to, chunk, state?, [0; 3], done);
+                store.write_chunk(LAYER, to, chunk, state?, [0; PLANES], done);
             }
             Event::Written(result) => {
                 result?;
@@ -156,6 +157,9 @@ fn fio_once(dir: &Path, size: &str, depth: u32) -> Option<f64> {
         "--direct=1".into(),
         "--size=786M".into(),
         "--fallocate=posix".into(),
+        // Both jobs go round until the time is over, so that none has the disk for itself.
+        "--time_based".into(),
+        "--runtime=3".into(),
         "--end_fsync=1".into(),
         "--output-format=json".into(),
         format!("--directory={}", dir.display()),

@@ -13,17 +13,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Attempt, CHUNK_BYTES, HostBytes, LayerId, LayerSpec, LayerTable, Slot, Step};
+use model::{
+    Attempt, CHUNK_ELEMENTS, LayerId, LayerSpec, LayerTable, PLANES, PlaneSpec, Slot, StateLayout,
+    Step, Weights,
+};
 use serde_json::{Map, Value};
 use twox_hash::XxHash3_64;
 
 use crate::StoreError;
+use crate::chunk::StateChunk;
 use crate::files;
-use crate::hashes::{self, PlaneHashes, chunk_count, hash, plane_hashes};
+use crate::hashes::{self, ChunkHashes, chunk_count, hash, layer_hashes};
 use crate::io::{Access, Io, IoError, Lock, LockKind, Op, fan_in, wait};
 use crate::layout::{
-    COMMIT_DIR, CONFIG_FILE, ELEMENT_BYTES, LAYERS_DIR, Layout, RESERVED, SCRATCH_DIR, STORE_FILE,
-    TOKENS_DIR, is_plain_name, plane_bytes, slot_path,
+    COMMIT_DIR, CONFIG_FILE, LAYERS_DIR, Layout, RESERVED, RUN_FILE, SCRATCH_DIR, STORE_FILE,
+    TOKENS_DIR, is_plain_name, slot_path,
 };
 use crate::log;
 use crate::reading::write_index;
@@ -37,6 +41,8 @@ pub struct NewStore<'a> {
     /// Text of the model's `config.json`.
     pub config_json: &'a str,
     pub table: &'a LayerTable,
+    /// How W, M and V are kept.
+    pub layout: StateLayout,
     /// The model's other files (`tokenizer.json` ...): name and contents.
     pub files: Vec<(String, Vec<u8>)>,
     /// Options a run starts with unless told otherwise; opaque to the store.
@@ -53,7 +59,7 @@ const SMALL_FILES_BYTES: u64 = 16 << 20;
 /// `Invalid` for a directory with contents, an unusable table or file name; `NoSpace` with the
 /// bytes of both slots; `Io`.
 pub fn create(io: Arc<dyn Io>, dir: &Path, new: &NewStore<'_>) -> Result<StoreWriter, StoreError> {
-    let layout = Layout::new(new.table, new.config_json, new.defaults.clone())?;
+    let layout = Layout::new(new.table, new.layout, new.config_json, new.defaults.clone())?;
     check_names(new)?;
     check_empty(&*io, dir)?;
     let mut writer = StoreWriter {
@@ -99,9 +105,11 @@ struct LayerWriter {
     files: SlotFiles,
     /// Elements written so far.
     next: usize,
-    elements: usize,
-    hasher: XxHash3_64,
-    chunks: Vec<u64>,
+    /// Of the planes that weights lie in, in the layout's order.
+    hashers: Vec<XxHash3_64>,
+    chunks: Vec<ChunkHashes>,
+    /// Chunks were written with theirs; otherwise they are zero.
+    has_moments: bool,
 }
 
 impl StoreWriter {
@@ -119,18 +127,51 @@ impl StoreWriter {
         self.layers[layer.index()].write(&*self.io, offset_elements, values)
     }
 
+    /// Writes the next chunk of a layer, moments included. A layer gets only weights or only chunks.
+    ///
+    /// # Panics
+    /// On more chunks than the layer has: a programmer's error.
+    pub fn write_chunk(&mut self, layer: LayerId, chunk: StateChunk) -> Result<(), StoreError> {
+        self.layers[layer.index()].write_chunk(&*self.io, chunk)
+    }
+
     /// Writes the hashes, syncs everything and makes the first commit: step 0.
     ///
     /// # Errors
     /// `Invalid` if a layer is incomplete; else as the disk fails. The directory is cleared then.
-    pub fn finish(mut self) -> Result<(), StoreError> {
+    pub fn finish(self) -> Result<(), StoreError> {
+        self.finish_with(first_state)
+    }
+
+    /// [`StoreWriter::finish`] for a store that goes on where another one is: the first commit says
+    /// `state`, but for slots and hashes, and `run` is the text of its `run.json`.
+    ///
+    /// # Panics
+    /// On the state of a model with other layers: a programmer's error.
+    pub fn finish_as(mut self, state: &State, run: Option<&str>) -> Result<(), StoreError> {
+        assert_eq!(state.layers.len(), self.layers.len(), "layers of a state");
+        if let Some(run) = run {
+            self.create_small(RUN_FILE, run.as_bytes())?;
+        }
+        self.finish_with(|mut layers| {
+            for (layer, was) in layers.iter_mut().zip(&state.layers) {
+                *layer = LayerState { slot: layer.slot, hashes: layer.hashes, ..was.clone() };
+            }
+            State { layers, ..state.clone() }
+        })
+    }
+
+    fn finish_with(
+        mut self,
+        state: impl FnOnce(Vec<LayerState>) -> State,
+    ) -> Result<(), StoreError> {
         let mut layers = Vec::with_capacity(self.layers.len());
         for (spec, writer) in self.layout.table.layers().iter().zip(&mut self.layers) {
             layers.push(writer.finish(&*self.io, spec)?);
         }
         self.sync_all()?;
-        let state = first_state(layers);
-        write_index(&*self.io, &self.dir, &self.layout.table, &state)?;
+        let state = state(layers);
+        write_index(&*self.io, &self.dir, &self.layout, &state)?;
         self.commit(&state)?;
         self.finished = true;
         self.lock = None;
@@ -151,7 +192,7 @@ impl StoreWriter {
     }
 
     fn check_space(&self, new: &NewStore<'_>) -> Result<(), StoreError> {
-        let slots: u64 = self.layout.table.layers().iter().map(slot_bytes).sum();
+        let slots: u64 = new.table.layers().iter().map(|layer| slot_bytes(new.layout, layer)).sum();
         let files: u64 = new.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
         let needed = 2 * slots + files + SMALL_FILES_BYTES;
         let available = self.io.free_bytes(&self.dir)?;
@@ -175,12 +216,16 @@ impl StoreWriter {
                 let created = &mut self.created;
                 let record = |path| created.push((path, Made::File));
                 let dir = self.dir.join(slot_path(layer, slot));
-                create_slot(&*self.io, layer, |name| dir.join(name), record)?;
+                create_slot(&*self.io, new.layout, layer, |name| dir.join(name), record)?;
             }
-            let files = SlotFiles::open(&self.io, &self.dir, layer, Slot::A, Access::ReadWrite)?;
-            self.layers.push(LayerWriter::new(files, layer));
+            let files = self.open_slot(layer, Slot::A)?;
+            self.layers.push(LayerWriter::new(files));
         }
         Ok(())
+    }
+
+    fn open_slot(&self, layer: &LayerSpec, slot: Slot) -> Result<SlotFiles, StoreError> {
+        SlotFiles::open(&self.io, &self.dir, self.layout.state(), layer, slot, Access::ReadWrite)
     }
 
     fn create_small(&mut self, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
@@ -196,8 +241,7 @@ impl StoreWriter {
     fn sync_all(&self) -> Result<(), StoreError> {
         for (layer, writer) in self.layout.table.layers().iter().zip(&self.layers) {
             sync_files(&*self.io, &writer.files.files())?;
-            let other = SlotFiles::open(&self.io, &self.dir, layer, Slot::B, Access::ReadWrite)?;
-            sync_files(&*self.io, &other.files())?;
+            sync_files(&*self.io, &self.open_slot(layer, Slot::B)?.files())?;
         }
         for relative in dirs(&self.layout.table).iter().rev() {
             self.io.sync_dir(&self.dir.join(relative))?;
@@ -236,18 +280,24 @@ impl Drop for StoreWriter {
 }
 
 impl LayerWriter {
-    fn new(files: SlotFiles, layer: &LayerSpec) -> LayerWriter {
-        let (hasher, chunks) = (XxHash3_64::new(), Vec::with_capacity(files.chunks()));
-        LayerWriter { files, next: 0, elements: layer.elements(), hasher, chunks }
+    fn new(files: SlotFiles) -> LayerWriter {
+        let chunks = Vec::with_capacity(files.chunks());
+        let mut writer =
+            LayerWriter { files, next: 0, hashers: Vec::new(), chunks, has_moments: false };
+        writer.begin_chunk();
+        writer
+    }
+
+    fn begin_chunk(&mut self) {
+        self.hashers = self.files.weight_planes().map(|_| XxHash3_64::new()).collect();
     }
 
     fn write(&mut self, io: &dyn Io, offset: usize, values: &[f32]) -> Result<(), StoreError> {
         assert_eq!(offset, self.next, "weights must ascend without gaps");
-        assert!(values.len() <= self.elements - offset, "weights beyond the layer");
+        assert!(values.len() <= self.files.elements - offset, "weights beyond the layer");
         let mut rest = values;
         while !rest.is_empty() {
-            let chunk_elements = CHUNK_BYTES / ELEMENT_BYTES;
-            let room = chunk_elements - self.next % chunk_elements;
+            let room = CHUNK_ELEMENTS - self.next % CHUNK_ELEMENTS;
             let (piece, after) = rest.split_at(room.min(rest.len()));
             self.write_piece(io, piece)?;
             rest = after;
@@ -255,51 +305,74 @@ impl LayerWriter {
         Ok(())
     }
 
+    fn write_chunk(&mut self, io: &dyn Io, chunk: StateChunk) -> Result<(), StoreError> {
+        let elements = self.files.chunk_elements(self.chunks.len());
+        assert_eq!(self.next, elements.start, "a whole chunk behind whole ones");
+        self.chunks.push(chunk.hashes());
+        for (plane, block) in self.files.planes.iter().zip(chunk.into_planes()) {
+            let range = plane.range(elements.clone());
+            assert_eq!(block.len() as u64, range.end - range.start, "bytes of a chunk");
+            files::write(io, plane.file.id(), range.start, &Arc::new(block))?;
+        }
+        (self.next, self.has_moments) = (elements.end, true);
+        Ok(())
+    }
+
     /// Writes values that stay inside one chunk.
     fn write_piece(&mut self, io: &dyn Io, values: &[f32]) -> Result<(), StoreError> {
-        let mut block = HostBytes::zeroed(values.len() * ELEMENT_BYTES);
-        block.f32s_mut().copy_from_slice(values);
-        self.hasher.write(block.bytes());
-        let weight = &self.files.planes[0];
-        let offset = weight.data_start + (self.next * ELEMENT_BYTES) as u64;
-        files::write(io, weight.file.id(), offset, &Arc::new(block))?;
-        self.next += values.len();
-        if self.next == self.elements || self.next.is_multiple_of(CHUNK_BYTES / ELEMENT_BYTES) {
-            self.chunks.push(self.hasher.finish());
-            self.hasher = XxHash3_64::new();
+        let elements = self.next..self.next + values.len();
+        let weights = Weights::from_f32(self.files.layout, values).into_blocks();
+        let planes = self.files.weight_planes().zip(&mut self.hashers);
+        for ((plane, hasher), block) in planes.zip(weights) {
+            hasher.write(block.bytes());
+            let offset = plane.range(elements.clone()).start;
+            files::write(io, plane.file.id(), offset, &Arc::new(block))?;
+        }
+        self.next = elements.end;
+        if self.next == self.files.elements || self.next.is_multiple_of(CHUNK_ELEMENTS) {
+            let mut hashes = [0; PLANES];
+            for (plane, hasher) in self.files.weight_planes().zip(&self.hashers) {
+                hashes[plane.spec.plane as usize] = hasher.finish();
+            }
+            self.chunks.push(hashes);
+            self.begin_chunk();
         }
         Ok(())
     }
 
     fn finish(&mut self, io: &dyn Io, spec: &LayerSpec) -> Result<LayerState, StoreError> {
-        if self.next != self.elements {
+        if self.next != self.files.elements {
             return Err(StoreError::Invalid(format!(
                 "layer `{}` got {} of its {} weights",
-                spec.name, self.next, self.elements
+                spec.name, self.next, self.files.elements
             )));
         }
-        let zeroes = zero_hashes(spec);
-        let with_moments = |(&weight, zero): (&u64, u64)| [weight, zero, zero];
-        let chunks: Vec<PlaneHashes> = self.chunks.iter().zip(zeroes).map(with_moments).collect();
-        let file = Arc::new(files::block(&hashes::encode(&chunks)));
+        let layout = self.files.layout;
+        let unwritten = |spec: &&PlaneSpec| spec.plane.state() > 0 && !self.has_moments;
+        for spec in layout.planes().iter().filter(unwritten) {
+            let zeroes = zero_hashes(&self.files, spec);
+            for (hashes, zero) in self.chunks.iter_mut().zip(zeroes) {
+                hashes[spec.plane as usize] = zero;
+            }
+        }
+        let file = Arc::new(files::block(&hashes::encode(layout, &self.chunks)));
         files::write(io, self.files.hashes.id(), 0, &file)?;
         Ok(LayerState {
             slot: Slot::A,
             t: 0,
             locked: false,
-            hashes: plane_hashes(&chunks),
+            hashes: layer_hashes(layout, &self.chunks),
             grad_norm: 0.0,
         })
     }
 }
 
-/// Hashes of the chunks of an all-zero plane.
-fn zero_hashes(layer: &LayerSpec) -> Vec<u64> {
-    let bytes = plane_bytes(layer);
-    let zeroes = vec![0; bytes.min(CHUNK_BYTES as u64) as usize];
-    let last = bytes as usize - (chunk_count(bytes) - 1) * CHUNK_BYTES;
-    let mut hashes = vec![hash(&zeroes); chunk_count(bytes) - 1];
-    hashes.push(hash(&zeroes[..last]));
+/// Hashes of the chunks of an all-zero plane: all but the last one are alike.
+fn zero_hashes(files: &SlotFiles, plane: &PlaneSpec) -> Vec<u64> {
+    let of = |chunk: usize| hash(&vec![0; plane.bytes(files.chunk_elements(chunk).len())]);
+    let last = chunk_count(files.elements) - 1;
+    let mut hashes = vec![of(0); last];
+    hashes.push(of(last));
     hashes
 }
 

@@ -1,15 +1,20 @@
 //! Hashes of state: one xxh3-64 per chunk of each plane, and the `hashes` file of a slot.
 //!
 //! Invariants:
-//! - chunks count from the first byte of a plane's data, so headers never enter a hash;
+//! - a chunk's hash in a plane is of the bytes in which its parameters lie there, so headers never
+//!   enter a hash;
 //! - a `hashes` file is believed only if its own checksum holds and its counts are the expected
 //!   ones; nothing is allocated by a length found in it.
 
-use model::{CHUNK_BYTES, Plane};
+use std::ops::Range;
+
+use model::{CHUNK_BYTES, CHUNK_ELEMENTS, PLANES, StateLayout};
 use twox_hash::XxHash3_64;
 
-/// One hash per plane, in the order of [`Plane::ALL`].
-pub type PlaneHashes = [u64; 3];
+/// The hashes of one chunk, by [`Plane`](model::Plane); zero for planes that the layout lacks.
+pub type ChunkHashes = [u64; PLANES];
+/// Hashes of a layer's W, M and V.
+pub type LayerHashes = [u64; 3];
 
 const MAGIC: [u8; 8] = *b"FTHASH\r\n";
 const VERSION: u32 = 1;
@@ -22,38 +27,44 @@ pub fn hash(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// Number of chunks of a plane of `bytes`.
-pub(crate) fn chunk_count(bytes: u64) -> usize {
-    bytes.div_ceil(CHUNK_BYTES as u64) as usize
+/// Number of chunks of a layer of so many parameters.
+pub(crate) fn chunk_count(elements: usize) -> usize {
+    elements.div_ceil(CHUNK_ELEMENTS)
 }
 
-/// Offset inside a plane of `bytes`, and length, of a chunk.
-pub(crate) fn chunk_range(bytes: u64, chunk: usize) -> (u64, usize) {
-    let start = chunk as u64 * CHUNK_BYTES as u64;
-    assert!(start < bytes, "chunk {chunk} of {}", chunk_count(bytes));
-    (start, (bytes - start).min(CHUNK_BYTES as u64) as usize)
+/// Parameters of a chunk of a layer of so many.
+pub(crate) fn chunk_elements(elements: usize, chunk: usize) -> Range<usize> {
+    let start = chunk * CHUNK_ELEMENTS;
+    assert!(start < elements, "chunk {chunk} of {}", chunk_count(elements));
+    start..(start + CHUNK_ELEMENTS).min(elements)
 }
 
-/// Per plane, the hash of its chunk hashes as little-endian bytes: what a record carries.
-pub(crate) fn plane_hashes(chunks: &[PlaneHashes]) -> PlaneHashes {
-    Plane::ALL.map(|plane| {
+/// What a record carries: of each of W, M and V, the hash of its planes' chunk hashes, plane after
+/// plane, as little-endian bytes.
+pub(crate) fn layer_hashes(layout: StateLayout, chunks: &[ChunkHashes]) -> LayerHashes {
+    [0, 1, 2].map(|state| {
+        let planes = layout.planes().iter().filter(|spec| spec.plane.state() == state);
         let bytes: Vec<u8> =
-            chunks.iter().flat_map(|hashes| hashes[plane as usize].to_le_bytes()).collect();
+            planes.flat_map(|spec| plane_words(chunks, spec.plane as usize)).collect();
         hash(&bytes)
     })
 }
 
+fn plane_words(chunks: &[ChunkHashes], plane: usize) -> impl Iterator<Item = u8> {
+    chunks.iter().flat_map(move |hashes| hashes[plane].to_le_bytes())
+}
+
 /// Length of the `hashes` file of a slot with this many chunks per plane.
-pub(crate) fn file_bytes(chunks: usize) -> usize {
-    HEAD_BYTES + chunks * Plane::ALL.len() * 8 + CHECKSUM_BYTES
+pub(crate) fn file_bytes(layout: StateLayout, chunks: usize) -> usize {
+    HEAD_BYTES + chunks * layout.planes().len() * 8 + CHECKSUM_BYTES
 }
 
 /// The `hashes` file: head, then plane by plane one hash per chunk, then a checksum.
-pub(crate) fn encode(chunks: &[PlaneHashes]) -> Vec<u8> {
-    let mut file = Vec::with_capacity(file_bytes(chunks.len()));
-    file.extend(head(chunks.len()));
-    for plane in Plane::ALL {
-        file.extend(chunks.iter().flat_map(|hashes| hashes[plane as usize].to_le_bytes()));
+pub(crate) fn encode(layout: StateLayout, chunks: &[ChunkHashes]) -> Vec<u8> {
+    let mut file = Vec::with_capacity(file_bytes(layout, chunks.len()));
+    file.extend(head(layout, chunks.len()));
+    for spec in layout.planes() {
+        file.extend(plane_words(chunks, spec.plane as usize));
     }
     file.extend(hash(&file).to_le_bytes());
     file
@@ -63,34 +74,37 @@ pub(crate) fn encode(chunks: &[PlaneHashes]) -> Vec<u8> {
 /// what is wrong.
 /// `checked`: true but for tests.
 pub(crate) fn decode(
+    layout: StateLayout,
     file: &[u8],
     chunks: usize,
     checked: bool,
-) -> Result<Vec<PlaneHashes>, String> {
-    if file.len() != file_bytes(chunks) {
-        return Err(format!("{} bytes instead of {}", file.len(), file_bytes(chunks)));
+) -> Result<Vec<ChunkHashes>, String> {
+    let expected = file_bytes(layout, chunks);
+    if file.len() != expected {
+        return Err(format!("{} bytes instead of {expected}", file.len()));
     }
     let (body, checksum) = file.split_at(file.len() - CHECKSUM_BYTES);
     if checked && hash(body).to_le_bytes() != checksum {
         return Err("its checksum does not match".into());
     }
     let (found, hashes) = body.split_at(HEAD_BYTES);
-    if found != head(chunks) {
+    if found != head(layout, chunks) {
         return Err("its format, version or counts are not the expected ones".into());
     }
-    let word = |plane: Plane, chunk: usize| {
-        let mut bytes = [0; 8];
-        let at = (plane as usize * chunks + chunk) * 8;
-        bytes.copy_from_slice(&hashes[at..at + 8]);
-        u64::from_le_bytes(bytes)
-    };
-    Ok((0..chunks).map(|chunk| Plane::ALL.map(|plane| word(plane, chunk))).collect())
+    let mut all = vec![[0; PLANES]; chunks];
+    let mut words = hashes.as_chunks::<8>().0.iter();
+    for spec in layout.planes() {
+        for (chunk, word) in all.iter_mut().zip(&mut words) {
+            chunk[spec.plane as usize] = u64::from_le_bytes(*word);
+        }
+    }
+    Ok(all)
 }
 
-fn head(chunks: usize) -> Vec<u8> {
+fn head(layout: StateLayout, chunks: usize) -> Vec<u8> {
     let mut head = MAGIC.to_vec();
     head.extend(VERSION.to_le_bytes());
-    head.extend((Plane::ALL.len() as u32).to_le_bytes());
+    head.extend((layout.planes().len() as u32).to_le_bytes());
     head.extend((CHUNK_BYTES as u64).to_le_bytes());
     head.extend((chunks as u64).to_le_bytes());
     head

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use model::{LayerSpec, PAGE_BYTES};
+use model::{LayerSpec, PAGE_BYTES, PlaneSpec};
 use serde::{Deserialize, Serialize};
 
 /// safetensors' own limit of a header.
@@ -20,9 +20,9 @@ struct Entry {
 }
 
 /// The first bytes of a state file of `layer`, length field and padding included.
-pub(crate) fn encode(layer: &LayerSpec, dtype: &str, element_bytes: usize) -> Vec<u8> {
+pub(crate) fn encode(layer: &LayerSpec, plane: &PlaneSpec) -> Vec<u8> {
     let mut json = String::from(r#"{"__metadata__":{"format":"pt"}"#);
-    for (name, entry) in entries(layer, dtype, element_bytes) {
+    for (name, entry) in entries(layer, plane) {
         let (name, entry) = (serde_json::json!(name), serde_json::json!(entry));
         json.push_str(&format!(",{name}:{entry}"));
     }
@@ -48,16 +48,11 @@ pub(crate) fn data_start(length: &[u8; LENGTH_BYTES], file_bytes: u64) -> Result
 }
 
 /// Checks the JSON of a header against the layer it must describe.
-pub(crate) fn check(
-    json: &[u8],
-    layer: &LayerSpec,
-    dtype: &str,
-    element_bytes: usize,
-) -> Result<(), String> {
+pub(crate) fn check(json: &[u8], layer: &LayerSpec, plane: &PlaneSpec) -> Result<(), String> {
     let mut found: BTreeMap<String, serde_json::Value> =
         serde_json::from_slice(json).map_err(|e| format!("its header is not JSON: {e}"))?;
     found.remove("__metadata__");
-    for (name, expected) in entries(layer, dtype, element_bytes) {
+    for (name, expected) in entries(layer, plane) {
         let entry = found.remove(name).ok_or_else(|| format!("its header lacks `{name}`"))?;
         let entry: Entry = serde_json::from_value(entry)
             .map_err(|e| format!("its header describes `{name}` wrongly: {e}"))?;
@@ -71,18 +66,24 @@ pub(crate) fn check(
     }
 }
 
-fn entries<'l>(
-    layer: &'l LayerSpec,
-    dtype: &'l str,
-    element_bytes: usize,
-) -> impl Iterator<Item = (&'l str, Entry)> {
-    layer.tensors.iter().map(move |tensor| {
-        let range = tensor.range();
-        let bytes = |elements: usize| (elements * element_bytes) as u64;
-        let data_offsets = [bytes(range.start), bytes(range.end)];
-        let entry = Entry { dtype: dtype.to_owned(), shape: tensor.shape.clone(), data_offsets };
-        (tensor.name.as_str(), entry)
-    })
+/// Name of the one tensor of a plane whose values stand for blocks of the layer's parameters.
+const BLOCKS: &str = "blocks";
+
+fn entries<'l>(layer: &'l LayerSpec, plane: &PlaneSpec) -> Vec<(&'l str, Entry)> {
+    let entry = |shape: Vec<usize>, start: usize, end: usize| {
+        let data_offsets = [start as u64, end as u64];
+        Entry { dtype: plane.dtype.name().to_owned(), shape, data_offsets }
+    };
+    if plane.block > 1 {
+        let elements = layer.elements();
+        let shape = vec![elements.div_ceil(plane.block)];
+        return vec![(BLOCKS, entry(shape, 0, plane.bytes(elements)))];
+    }
+    let of_tensor = |tensor: &'l model::TensorSpec| {
+        let bytes = plane.range(tensor.range());
+        (tensor.name.as_str(), entry(tensor.shape.clone(), bytes.start, bytes.end))
+    };
+    layer.tensors.iter().map(of_tensor).collect()
 }
 
 #[cfg(test)]

@@ -8,7 +8,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use model::{CHUNK_BYTES, LayerKind, LayerSpec, LayerTable, ModelConfig, Plane, Slot};
+use model::{
+    CHUNK_BYTES, LayerKind, LayerSpec, LayerTable, ModelConfig, Plane, PlaneSpec, Slot, StateLayout,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -38,9 +40,6 @@ pub(crate) const RESERVED: [&str; 9] = [
 ];
 
 const FORMAT_VERSION: u64 = 1;
-/// The one dtype of this version and its bytes per element.
-pub(crate) const DTYPE: &str = "F32";
-pub(crate) const ELEMENT_BYTES: usize = 4;
 const HASH_NAME: &str = "xxh3-64";
 /// Beyond any disk; keeps every later product of sizes far from overflow.
 const ELEMENTS_MAX: usize = 1 << 48;
@@ -74,6 +73,7 @@ impl Layout {
     /// The layout this version writes.
     pub(crate) fn new(
         table: &LayerTable,
+        state: StateLayout,
         config_json: &str,
         defaults: Map<String, Value>,
     ) -> Result<Layout, StoreError> {
@@ -81,7 +81,7 @@ impl Layout {
             format_version: FORMAT_VERSION,
             hash: HASH_NAME.into(),
             chunk_bytes: CHUNK_BYTES as u64,
-            planes: planes(),
+            planes: planes(state),
             config_hash: Some(config_hash(config_json)),
             defaults,
             table: table.clone(),
@@ -144,22 +144,37 @@ impl Layout {
         if self.chunk_bytes != CHUNK_BYTES as u64 {
             return Err(format!("chunks of {} bytes are unknown here", self.chunk_bytes));
         }
+        self.known_state().map(|_| ())
+    }
+
+    /// How W, M and V are kept.
+    pub(crate) fn state(&self) -> StateLayout {
+        // Every layout is made from a known one, or checked.
+        self.known_state().unwrap_or_default()
+    }
+
+    fn known_state(&self) -> Result<StateLayout, String> {
+        if let Some(state) = StateLayout::ALL.into_iter().find(|s| planes(*s) == self.planes) {
+            return Ok(state);
+        }
+        let known: Vec<PlaneLayout> = StateLayout::ALL.into_iter().flat_map(planes).collect();
         for plane in &self.planes {
-            if plane.dtype != DTYPE {
+            let same: Vec<_> = known
+                .iter()
+                .filter(|k| (&k.plane, &k.file) == (&plane.plane, &plane.file))
+                .collect();
+            if same.is_empty() {
+                return Err(format!("plane `{}` in `{}` is unknown here", plane.plane, plane.file));
+            }
+            if same.iter().all(|known| known.dtype != plane.dtype) {
                 return Err(format!("{} has unknown dtype `{}`", plane.file, plane.dtype));
             }
-            if plane.block != 1 {
+            if same.iter().all(|known| known.block != plane.block) {
                 return Err(format!("{} has unknown block size {}", plane.file, plane.block));
             }
         }
-        let unknown = self.planes.iter().find(|p| !planes().contains(p));
-        if let Some(plane) = unknown {
-            return Err(format!("plane `{}` in `{}` is unknown here", plane.plane, plane.file));
-        }
-        if self.planes != planes() {
-            return Err("it does not list the planes weight, exp_avg, exp_avg_sq".into());
-        }
-        Ok(())
+        let names: Vec<&str> = self.planes.iter().map(|plane| plane.plane.as_str()).collect();
+        Err(format!("its planes ({}) are together none of the known layouts", names.join(", ")))
     }
 }
 
@@ -190,19 +205,24 @@ fn fits(config: &ModelConfig) -> bool {
     widest.saturating_mul(wide(config.hidden_size)) <= ELEMENTS_MAX as u128
 }
 
-fn planes() -> Vec<PlaneLayout> {
-    let layout = |plane: Plane| PlaneLayout {
-        plane: plane.name().into(),
-        file: plane_file(plane),
-        dtype: DTYPE.into(),
-        block: 1,
+fn planes(state: StateLayout) -> Vec<PlaneLayout> {
+    let layout = |spec: &PlaneSpec| PlaneLayout {
+        plane: spec.plane.name().into(),
+        file: plane_file(spec.plane),
+        dtype: spec.dtype.name().into(),
+        block: spec.block as u64,
     };
-    Plane::ALL.map(layout).to_vec()
+    state.planes().iter().map(layout).collect()
 }
 
-/// Bytes of one plane of a layer, header excluded.
-pub(crate) fn plane_bytes(layer: &LayerSpec) -> u64 {
-    (layer.elements() * ELEMENT_BYTES) as u64
+/// Bytes of a layer's planes, headers excluded.
+pub(crate) fn state_bytes(layer: &LayerSpec, state: StateLayout) -> u64 {
+    state.bytes(layer.elements()) as u64
+}
+
+/// Bytes of the plane that other software takes for a layer's weights.
+pub(crate) fn weight_bytes(layer: &LayerSpec, state: StateLayout) -> u64 {
+    state.planes()[0].bytes(layer.elements()) as u64
 }
 
 /// `weight.safetensors` and its like.

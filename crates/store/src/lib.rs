@@ -35,7 +35,7 @@ mod training;
 pub use chunk::{ChunkHasher, StateChunk};
 pub use create::{NewStore, StoreWriter, create};
 pub use error::{Done, StoreError, blocking, show_bytes};
-pub use hashes::{PlaneHashes, hash};
+pub use hashes::{ChunkHashes, LayerHashes, hash};
 pub use io::{
     Access, AfterUse, Fault, Faulty, FileId, Guard, IO_CALLS, Image, Inject, Injection, Io,
     IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op, OpKind, Part, Target, direct_engine,

@@ -9,11 +9,10 @@
 
 use std::sync::Arc;
 
-use model::{CHUNK_BYTES, HostBytes, LayerId, Plane, Slot};
+use model::{CHUNK_ELEMENTS, LayerId, LayerSpec, Plane, Precision, Slot, Weights};
 
 use crate::error::Done;
 use crate::hashes;
-use crate::layout::plane_bytes;
 use crate::record::{RecordKind, State};
 use crate::slots::slot_bytes;
 use crate::training::{Room, TrainingStore};
@@ -64,7 +63,10 @@ impl TrainingStore {
     /// # Errors
     /// `NoSpace` with the bytes of all these slots.
     pub(crate) fn check_room_for(&self, slots: &[(LayerId, Slot)]) -> Result<(), StoreError> {
-        let needed = slots.iter().map(|(layer, _)| slot_bytes(self.table().layer(*layer))).sum();
+        let needed = slots
+            .iter()
+            .map(|(layer, _)| slot_bytes(self.layout(), self.table().layer(*layer)))
+            .sum();
         let available = self.inner.io.free_bytes(self.dir())?;
         if available < needed {
             return Err(StoreError::NoSpace { path: self.dir().to_owned(), needed, available });
@@ -82,15 +84,20 @@ impl TrainingStore {
     pub fn check_locked(&self, mut progress: impl FnMut(u64, u64)) -> Result<(), StoreError> {
         let (io, state) = (&*self.inner.io, self.state());
         let locked = || self.table().layers().iter().filter(|l| state.layers[l.id.index()].locked);
-        let total = locked().map(plane_bytes).sum();
-        let mut done = 0;
+        let planes = self.layout().weight_planes(Precision::Exact);
+        let bytes = |spec: &LayerSpec| {
+            planes.iter().map(|plane| plane.bytes(spec.elements()) as u64).sum::<u64>()
+        };
+        let (mut done, total) = (0, locked().map(bytes).sum());
         for spec in locked() {
             let slot = state.layers[spec.id.index()].slot;
             let Some(files) = self.inner.files_if_any(spec.id, slot) else { continue };
-            for chunk in 0..files.chunks() {
-                let found = files.hash_chunk(io, Plane::Weight, chunk)?;
-                self.check_weights_chunk(spec.id, slot, chunk, found)?;
-                done += files.chunk_range(chunk).1 as u64;
+            for (plane, chunk) in
+                files.weight_planes().flat_map(|p| (0..files.chunks()).map(move |c| (p, c)))
+            {
+                let (found, bytes) = files.hash_chunk(io, plane, chunk)?;
+                self.check_plane((spec.id, slot), plane.spec.plane, chunk, found)?;
+                done += bytes;
                 progress(done, total);
             }
         }
@@ -103,56 +110,60 @@ impl TrainingStore {
         let idle = layers.zip(&state.layers).filter(|(spec, layer)| {
             layer.locked && self.inner.files_if_any(spec.id, layer.slot.other()).is_some()
         });
-        idle.map(|(spec, _)| slot_bytes(spec)).sum()
+        idle.map(|(spec, _)| slot_bytes(self.layout(), spec)).sum()
     }
 
-    /// `done`, with the whole chunks of a locked layer compared first; its block starts at byte
-    /// `start` of the weights.
+    /// `done`, with the whole chunks of a locked layer compared first; the weights start at its
+    /// parameter `start`.
     pub(crate) fn guarding_locked(
         &self,
         layer: LayerId,
         slot: Slot,
         start: usize,
-        done: Done<HostBytes>,
-    ) -> Done<HostBytes> {
+        done: Done<Weights>,
+    ) -> Done<Weights> {
         if !self.inner.is_locked(layer) {
             return done;
         }
         let shared = TrainingStore { inner: Arc::clone(&self.inner) };
-        Box::new(move |block| {
-            done(block.and_then(|block| {
-                shared.compare_chunks(layer, slot, start, &block)?;
-                Ok(block)
+        Box::new(move |weights| {
+            done(weights.and_then(|weights| {
+                shared.compare_chunks((layer, slot), start, &weights)?;
+                Ok(weights)
             }));
         })
     }
 
     fn compare_chunks(
         &self,
-        layer: LayerId,
-        slot: Slot,
+        (layer, slot): (LayerId, Slot),
         start: usize,
-        block: &HostBytes,
+        weights: &Weights,
     ) -> Result<(), StoreError> {
-        let data_bytes = plane_bytes(self.table().layer(layer));
-        for chunk in start.div_ceil(CHUNK_BYTES)..self.chunks(layer) {
-            let (first, len) = hashes::chunk_range(data_bytes, chunk);
-            let within = first as usize - start;
-            let Some(bytes) = block.bytes().get(within..within + len) else { break };
-            self.check_weights_chunk(layer, slot, chunk, hashes::hash(bytes))?;
+        let end = start + weights.len();
+        for chunk in start.div_ceil(CHUNK_ELEMENTS)..self.chunks(layer) {
+            let elements = self.chunk_elements(layer, chunk);
+            if elements.end > end {
+                break;
+            }
+            for (spec, block) in self.layout().planes().iter().zip(weights.blocks()) {
+                let within = spec.range(elements.start - start..elements.end - start);
+                let found = hashes::hash(&block.bytes()[within]);
+                self.check_plane((layer, slot), spec.plane, chunk, found)?;
+            }
         }
         Ok(())
     }
 
-    fn check_weights_chunk(
+    fn check_plane(
         &self,
-        layer: LayerId,
-        slot: Slot,
+        (layer, slot): (LayerId, Slot),
+        plane: Plane,
         chunk: usize,
         found: u64,
     ) -> Result<(), StoreError> {
         let mut hashes = self.chunk_hashes(layer, slot, chunk);
-        hashes[Plane::Weight as usize] = found;
+        hashes[plane as usize] = found;
         self.check_chunk(layer, slot, chunk, hashes)
     }
 

@@ -4,17 +4,15 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{LayerId, LayerSpec, LayerTable, Plane, Slot};
+use model::{LayerId, LayerSpec, LayerTable, Slot, StateLayout};
 
 use crate::StoreError;
-use crate::hashes::{PlaneHashes, chunk_count};
+use crate::hashes::{ChunkHashes, chunk_count};
 use crate::io::{Access, Io, IoError};
-use crate::layout::{
-    COMMIT_DIR, INDEX_FILE, RUN_FILE, SCRATCH_DIR, plane_bytes, plane_file, slot_path,
-};
+use crate::layout::{COMMIT_DIR, INDEX_FILE, Layout, RUN_FILE, SCRATCH_DIR, slot_path};
 use crate::log;
 use crate::record::{LayerState, State};
-use crate::slots::{HASHES_FILE, SlotFiles};
+use crate::slots::{SlotFiles, slot_files};
 use crate::snapshots;
 use crate::{files, scratch};
 
@@ -22,7 +20,7 @@ use crate::{files, scratch};
 #[derive(Clone, Debug)]
 pub(crate) struct SlotTable {
     /// Per chunk, its hashes once they are on their way to the disk's cache.
-    pub(crate) chunks: Vec<Option<PlaneHashes>>,
+    pub(crate) chunks: Vec<Option<ChunkHashes>>,
     /// Written since the last sync.
     pub(crate) unsynced: bool,
     /// The `hashes` file says what `chunks` says.
@@ -32,7 +30,7 @@ pub(crate) struct SlotTable {
 }
 
 impl SlotTable {
-    pub(crate) fn live(chunks: Vec<PlaneHashes>) -> SlotTable {
+    pub(crate) fn live(chunks: Vec<ChunkHashes>) -> SlotTable {
         let chunks = chunks.into_iter().map(Some).collect();
         SlotTable { chunks, unsynced: false, hashes_written: true, writable: false }
     }
@@ -48,7 +46,7 @@ impl SlotTable {
         self.hashes_written = false;
     }
 
-    pub(crate) fn complete(&self) -> Option<Vec<PlaneHashes>> {
+    pub(crate) fn complete(&self) -> Option<Vec<ChunkHashes>> {
         self.chunks.iter().copied().collect()
     }
 }
@@ -108,10 +106,11 @@ pub(crate) struct OpenSlots {
 pub(crate) fn open_slots(
     io: &Arc<dyn Io>,
     dir: &Path,
-    table: &LayerTable,
+    layout: &Layout,
     state: &State,
     on_damage: OnDamage,
 ) -> Result<OpenSlots, StoreError> {
+    let (table, layout) = (&layout.table, layout.state());
     let mut open = OpenSlots {
         slots: Vec::new(),
         tables: Vec::new(),
@@ -120,12 +119,12 @@ pub(crate) fn open_slots(
     };
     for (layer, live) in table.layers().iter().zip(&state.layers) {
         for slot in [Slot::A, Slot::B] {
-            refuse_links(&**io, dir, layer, slot)?;
+            refuse_links(&**io, dir, layout, layer, slot)?;
         }
-        let chunks = chunk_count(plane_bytes(layer));
+        let chunks = chunk_count(layer.elements());
         let mut tables = [SlotTable::inactive(chunks), SlotTable::inactive(chunks)];
         let mut pair = [None, None];
-        match open_live(io, dir, layer, live) {
+        match open_live(io, dir, layout, layer, live) {
             Ok((files, known)) => {
                 tables[live.slot as usize] = SlotTable::live(known);
                 pair[live.slot as usize] = Some(Arc::new(files));
@@ -133,16 +132,18 @@ pub(crate) fn open_slots(
             Err(error) => open.broken.push(Broken::note(layer.id, error, on_damage)?),
         }
         let other = live.slot.other();
-        pair[other as usize] = match SlotFiles::open(io, dir, layer, other, Access::ReadWrite) {
-            Ok(files) => Some(Arc::new(files)),
-            // A locked layer needs none.
-            Err(StoreError::Damaged { .. }) if live.locked => None,
-            Err(error @ StoreError::Damaged { .. }) => {
-                open.warnings.push(format!("{error}; it is no part of the commit and made anew"));
-                None
-            }
-            Err(error) => return Err(error),
-        };
+        pair[other as usize] =
+            match SlotFiles::open(io, dir, layout, layer, other, Access::ReadWrite) {
+                Ok(files) => Some(Arc::new(files)),
+                // A locked layer needs none.
+                Err(StoreError::Damaged { .. }) if live.locked => None,
+                Err(error @ StoreError::Damaged { .. }) => {
+                    open.warnings
+                        .push(format!("{error}; it is no part of the commit and made anew"));
+                    None
+                }
+                Err(error) => return Err(error),
+            };
         open.slots.push(pair);
         open.tables.push(tables);
     }
@@ -153,19 +154,26 @@ pub(crate) fn open_slots(
 fn open_live(
     io: &Arc<dyn Io>,
     dir: &Path,
+    layout: StateLayout,
     layer: &LayerSpec,
     live: &LayerState,
-) -> Result<(SlotFiles, Vec<PlaneHashes>), StoreError> {
-    let files = SlotFiles::open(io, dir, layer, live.slot, Access::ReadWrite)?;
+) -> Result<(SlotFiles, Vec<ChunkHashes>), StoreError> {
+    let files = SlotFiles::open(io, dir, layout, layer, live.slot, Access::ReadWrite)?;
     let known = files.read_hashes(&**io, live)?;
     Ok((files, known))
 }
 
 /// Refuses a slot with symbolic links: what is written to an inactive slot could land in a live one.
-fn refuse_links(io: &dyn Io, dir: &Path, layer: &LayerSpec, slot: Slot) -> Result<(), StoreError> {
+fn refuse_links(
+    io: &dyn Io,
+    dir: &Path,
+    layout: StateLayout,
+    layer: &LayerSpec,
+    slot: Slot,
+) -> Result<(), StoreError> {
     let dir = dir.join(slot_path(layer, slot));
-    let files = Plane::ALL.map(|plane| dir.join(plane_file(plane)));
-    for path in files.iter().chain([&dir.join(HASHES_FILE), &dir]) {
+    let files: Vec<_> = slot_files(layout).iter().map(|name| dir.join(name)).collect();
+    for path in files.iter().chain([&dir]) {
         // What is missing is reported by whoever opens it.
         if io.is_link(path).or_else(absent_is_none)? {
             let path = path.display();

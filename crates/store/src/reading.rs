@@ -6,14 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{HostBytes, LayerId, LayerSpec, LayerTable, Plane};
+use model::{LayerId, LayerSpec, LayerTable, Plane, Precision, StateLayout, Weights};
 use serde_json::{Map, Value, json};
 
 use crate::StoreError;
+use crate::chunk::StateChunk;
 use crate::files;
-use crate::hashes::{PlaneHashes, chunk_count, hash};
+use crate::hashes::{ChunkHashes, LayerHashes, chunk_count, hash};
 use crate::io::{Access, Io, Lock, LockKind};
-use crate::layout::{ELEMENT_BYTES, INDEX_FILE, Layout, plane_bytes, plane_file, slot_path};
+use crate::layout::{
+    CONFIG_FILE, INDEX_FILE, Layout, RUN_FILE, plane_file, slot_path, state_bytes, weight_bytes,
+};
 use crate::opening::{Broken, OnDamage};
 use crate::record::{LayerState, State};
 use crate::recovery::{self, Recovery};
@@ -89,10 +92,11 @@ impl ReadingStore {
     ) -> Result<ReadingStore, StoreError> {
         let lock = recovery::lock(&*io, dir, LockKind::Shared, lock_wait)?;
         let found = recovery::recover(&*io, dir)?;
+        let layout = found.layout.state();
         let live = found.layout.table.layers().iter().zip(&found.state.layers);
         let slots = live
             .map(|(layer, state)| {
-                let opened = SlotFiles::open(&io, dir, layer, state.slot, Access::Read);
+                let opened = SlotFiles::open(&io, dir, layout, layer, state.slot, Access::Read);
                 match opened.map_err(|error| Broken::note(layer.id, error, on_damage)) {
                     Ok(files) => Ok(Ok(files)),
                     Err(broken) => broken.map(Err),
@@ -127,6 +131,11 @@ impl ReadingStore {
         &self.layout.table
     }
 
+    /// How W, M and V are kept.
+    pub fn layout(&self) -> StateLayout {
+        self.layout.state()
+    }
+
     /// Text of the model's `config.json`.
     pub fn config_json(&self) -> &str {
         &self.config_json
@@ -152,8 +161,14 @@ impl ReadingStore {
         files::read(&*self.io, &self.dir.join(name))
     }
 
-    /// Live weights of a layer: exactly `elements` as float32. Not verified: see
-    /// [`ReadingStore::check_weights`].
+    /// Names and contents of the model's own files, but for `config.json`.
+    pub fn model_files(&self) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
+        let mut names = snapshots::own_files(&*self.io, &self.dir)?;
+        names.retain(|name| ![CONFIG_FILE, RUN_FILE].contains(&name.as_str()));
+        names.into_iter().map(|name| self.read_file(&name).map(|bytes| (name, bytes))).collect()
+    }
+
+    /// Live weights of a layer. Not verified: see [`ReadingStore::check_weights`].
     ///
     /// # Panics
     /// On a range beyond the layer: a programmer's error.
@@ -161,16 +176,20 @@ impl ReadingStore {
         &self,
         layer: LayerId,
         elements: Range<usize>,
-    ) -> Result<HostBytes, StoreError> {
+        precision: Precision,
+    ) -> Result<Weights, StoreError> {
         assert!(elements.start <= elements.end, "{elements:?}");
         assert!(elements.end <= self.table().layer(layer).elements(), "{elements:?}");
-        let (offset, len) = (elements.start * ELEMENT_BYTES, elements.len() * ELEMENT_BYTES);
-        self.files(layer)?.read_now(&*self.io, Plane::Weight, offset as u64, len)
+        let files = self.files(layer)?;
+        let planes = files.planes.iter().take(files.layout.weight_planes(precision).len());
+        let read = |plane| files.read_now(&*self.io, plane, elements.clone());
+        let blocks = planes.map(read).collect::<Result<Vec<_>, _>>()?;
+        Ok(Weights::from_planes(files.layout, precision, blocks))
     }
 
-    /// Number of chunks of a layer's planes.
+    /// Number of chunks of a layer.
     pub fn chunks(&self, layer: LayerId) -> usize {
-        chunk_count(plane_bytes(self.table().layer(layer)))
+        chunk_count(self.table().layer(layer).elements())
     }
 
     fn files(&self, layer: LayerId) -> Result<&SlotFiles, StoreError> {
@@ -178,27 +197,29 @@ impl ReadingStore {
     }
 
     /// Chunk hashes of a layer's live slot, confirmed by the last commit.
-    pub fn chunk_hashes(&self, layer: LayerId) -> Result<Vec<PlaneHashes>, StoreError> {
+    pub fn chunk_hashes(&self, layer: LayerId) -> Result<Vec<ChunkHashes>, StoreError> {
         let state = &self.state.layers[layer.index()];
         self.files(layer)?.read_hashes(&*self.io, state)
     }
 
-    /// One chunk of a plane of a live slot, compared with `expected`, its entry in
+    /// One chunk of a live slot, compared with `expected`, its entry in
     /// [`ReadingStore::chunk_hashes`].
-    pub fn read_plane_chunk(
+    pub fn read_chunk(
         &self,
         layer: LayerId,
-        plane: Plane,
         chunk: usize,
-        expected: &PlaneHashes,
-    ) -> Result<HostBytes, StoreError> {
+        expected: &ChunkHashes,
+    ) -> Result<StateChunk, StoreError> {
         let files = self.files(layer)?;
-        let (start, len) = files.chunk_range(chunk);
-        let block = files.read_now(&*self.io, plane, start, len)?;
-        if hash(block.bytes()) != expected[plane as usize] {
-            return Err(files.mismatch(plane, chunk));
+        let mut blocks = Vec::with_capacity(files.planes.len());
+        for plane in &files.planes {
+            let block = files.read_now(&*self.io, plane, files.chunk_elements(chunk))?;
+            if hash(block.bytes()) != expected[plane.spec.plane as usize] {
+                return Err(files.mismatch(plane, chunk));
+            }
+            blocks.push(block);
         }
-        Ok(block)
+        Ok(StateChunk::from_planes(files.layout, blocks))
     }
 
     /// Hash over the contents of a layer's W, M and V, never of names, slots or times.
@@ -208,7 +229,7 @@ impl ReadingStore {
 
     /// The store's snapshots, oldest step first, and why others cannot be used.
     pub fn snapshots(&self) -> Result<(Vec<Snapshot>, Vec<String>), StoreError> {
-        snapshots::list(&*self.io, &self.dir, self.table())
+        snapshots::list(&*self.io, &self.dir, self.layout(), self.table())
     }
 
     /// Re-hashes every live slot, and what snapshots hold besides, from the disk, past the page
@@ -216,8 +237,7 @@ impl ReadingStore {
     pub fn verify(&self, mut progress: impl FnMut(u64, u64)) -> Result<Vec<Damage>, StoreError> {
         let (snapshots, _) = self.snapshots()?;
         let versions = self.versions(&snapshots)?;
-        let planes = Plane::ALL.len() as u64;
-        let total: u64 = versions.iter().map(|v| planes * plane_bytes(v.layer)).sum();
+        let total: u64 = versions.iter().map(|v| state_bytes(v.layer, self.layout())).sum();
         let (mut done, mut found) = (0, Vec::new());
         for version in &versions {
             let damage = self.verify_version(version, |bytes| {
@@ -257,7 +277,8 @@ impl ReadingStore {
             return Ok(false);
         }
         let spec = self.table().layer(layer);
-        let opened = SlotFiles::open(&self.io, &self.dir, spec, was.slot, Access::ReadDisk);
+        let opened =
+            SlotFiles::open(&self.io, &self.dir, self.layout(), spec, was.slot, Access::ReadDisk);
         match opened.and_then(|files| files.check(&*self.io, was, |_| ())) {
             Ok(_) => Ok(true),
             Err(StoreError::Damaged { .. }) => Ok(false),
@@ -296,9 +317,11 @@ impl ReadingStore {
         for layer in self.table().layers() {
             let files = self.files(layer.id)?;
             for (chunk, expected) in self.chunk_hashes(layer.id)?.iter().enumerate() {
-                let found = files.hash_chunk(&*self.io, Plane::Weight, chunk)?;
-                if found != expected[Plane::Weight as usize] {
-                    return Err(files.mismatch(Plane::Weight, chunk));
+                for plane in files.weight_planes() {
+                    let (found, _) = files.hash_chunk(&*self.io, plane, chunk)?;
+                    if found != expected[plane.spec.plane as usize] {
+                        return Err(files.mismatch(plane, chunk));
+                    }
                 }
             }
         }
@@ -307,7 +330,7 @@ impl ReadingStore {
 
     /// Writes `model.safetensors.index.json`: other software then sees the last commit.
     pub fn write_index(&self) -> Result<(), StoreError> {
-        write_index(&*self.io, &self.dir, self.table(), &self.state)
+        write_index(&*self.io, &self.dir, &self.layout, &self.state)
     }
 
     fn verify_version(
@@ -316,13 +339,13 @@ impl ReadingStore {
         mut progress: impl FnMut(u64),
     ) -> Result<Vec<Damage>, StoreError> {
         let layer = version.layer;
-        let whole = Plane::ALL.len() as u64 * plane_bytes(layer);
+        let whole = state_bytes(layer, self.layout());
         let at = |file: PathBuf, tensor: String, offset: u64| {
             let snapshot = version.snapshot.map(|snapshot| snapshot.name.clone());
             let layer = snapshot.is_none().then_some(layer.id);
             Damage { file, tensor, offset, layer, snapshot, healed_by: Vec::new() }
         };
-        let opened = version.open(&self.io, &self.dir).and_then(|files| {
+        let opened = version.open(&self.io, &self.dir, self.layout()).and_then(|files| {
             let hashes = files.read_hashes(&*self.io, version.state)?;
             Ok((files, hashes))
         });
@@ -335,15 +358,15 @@ impl ReadingStore {
             Err(error) => return Err(error),
         };
         let mut damage = Vec::new();
-        for plane in Plane::ALL {
+        for plane in &files.planes {
             for (chunk, expected) in hashes.iter().enumerate() {
-                let (start, len) = files.chunk_range(chunk);
-                if files.hash_chunk(&*self.io, plane, chunk)? != expected[plane as usize] {
-                    let file = &files.planes[plane as usize];
-                    let tensor = tensor_at(layer, start as usize / ELEMENT_BYTES);
-                    damage.push(at(file.path.clone(), tensor, file.data_start + start));
+                let (found, bytes) = files.hash_chunk(&*self.io, plane, chunk)?;
+                if found != expected[plane.spec.plane as usize] {
+                    let elements = files.chunk_elements(chunk);
+                    let tensor = tensor_at(layer, elements.start);
+                    damage.push(at(plane.path.clone(), tensor, plane.range(elements).start));
                 }
-                progress(len as u64);
+                progress(bytes);
             }
         }
         Ok(damage)
@@ -366,17 +389,22 @@ impl Version<'_> {
         }
     }
 
-    fn open(&self, io: &Arc<dyn Io>, dir: &Path) -> Result<SlotFiles, StoreError> {
+    fn open(
+        &self,
+        io: &Arc<dyn Io>,
+        dir: &Path,
+        layout: StateLayout,
+    ) -> Result<SlotFiles, StoreError> {
         match self.snapshot {
             Some(snapshot) => snapshot.open(io, self.layer, Access::ReadDisk),
-            None => SlotFiles::open(io, dir, self.layer, self.state.slot, Access::ReadDisk),
+            None => SlotFiles::open(io, dir, layout, self.layer, self.state.slot, Access::ReadDisk),
         }
     }
 }
 
-/// One hash of a layer's contents from its plane hashes.
-pub fn layer_hash(planes: &PlaneHashes) -> u64 {
-    let bytes: Vec<u8> = planes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+/// One hash of a layer's contents from those of its W, M and V.
+pub fn layer_hash(hashes: &LayerHashes) -> u64 {
+    let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
     hash(&bytes)
 }
 
@@ -389,7 +417,7 @@ fn tensor_at(layer: &LayerSpec, element: usize) -> String {
 pub(crate) fn write_index(
     io: &dyn Io,
     dir: &Path,
-    table: &LayerTable,
+    layout: &Layout,
     state: &State,
 ) -> Result<(), StoreError> {
     let in_slot = |layer: &LayerSpec, index: usize| {
@@ -397,17 +425,22 @@ pub(crate) fn write_index(
         // The format wants slashes on every system.
         file.to_string_lossy().replace('\\', "/")
     };
-    Ok(files::replace(io, &dir.join(INDEX_FILE), index(table, in_slot).as_bytes())?)
+    let text = index(layout.state(), &layout.table, in_slot);
+    Ok(files::replace(io, &dir.join(INDEX_FILE), text.as_bytes())?)
 }
 
 /// The text of an index that lets other software load a directory; `file` says where a layer's weights
 /// lie in it, by the layer and its place in the table.
-pub(crate) fn index(table: &LayerTable, file: impl Fn(&LayerSpec, usize) -> String) -> String {
+pub(crate) fn index(
+    layout: StateLayout,
+    table: &LayerTable,
+    file: impl Fn(&LayerSpec, usize) -> String,
+) -> String {
     let mut map = Map::new();
     for (at, layer) in table.layers().iter().enumerate() {
         let file = file(layer, at);
         map.extend(layer.tensors.iter().map(|tensor| (tensor.name.clone(), json!(file))));
     }
-    let total_size: u64 = table.layers().iter().map(plane_bytes).sum();
+    let total_size: u64 = table.layers().iter().map(|layer| weight_bytes(layer, layout)).sum();
     format!("{:#}\n", json!({"metadata": {"total_size": total_size}, "weight_map": map}))
 }

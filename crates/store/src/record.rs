@@ -11,7 +11,7 @@ use model::{Attempt, Slot, Step};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use crate::hashes::PlaneHashes;
+use crate::hashes::LayerHashes;
 
 /// A layer inside a [`State`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,8 +22,8 @@ pub struct LayerState {
     pub t: u64,
     /// Its weights are not trained.
     pub locked: bool,
-    /// Per plane, the hash over the live slot's chunk hashes.
-    pub hashes: PlaneHashes,
+    /// Of W, M and V, the hash over the live slot's chunk hashes.
+    pub hashes: LayerHashes,
     /// Norm of the layer's gradient in the last step, before clipping.
     pub grad_norm: f64,
 }

@@ -9,7 +9,7 @@ use model::{LayerId, Slot};
 
 use crate::StoreError;
 use crate::files;
-use crate::hashes::PlaneHashes;
+use crate::hashes::ChunkHashes;
 use crate::io::Access;
 use crate::layout::slot_path;
 use crate::opening::SlotTable;
@@ -32,9 +32,9 @@ enum Way {
     /// It is live already.
     Stay,
     /// The inactive slot has it, with these chunk hashes.
-    Flip(Vec<PlaneHashes>),
+    Flip(Vec<ChunkHashes>),
     /// The inactive slot gets names for the snapshot's files, which have these chunk hashes.
-    Link(Vec<PlaneHashes>),
+    Link(Vec<ChunkHashes>),
 }
 
 /// A rollback whose versions have been found intact; nothing has changed yet.
@@ -141,7 +141,7 @@ impl TrainingStore {
         match to {
             RollBack::Snapshot(name) => {
                 let io = &*self.inner.io;
-                let found = snapshots::read(io, self.dir(), name, self.table())?;
+                let found = snapshots::read(io, self.dir(), name, self.layout(), self.table())?;
                 let snapshot = found.ok_or_else(|| self.no_snapshot(name))?;
                 Ok((snapshot.state.clone(), Some(snapshot)))
             }
@@ -230,16 +230,17 @@ impl TrainingStore {
 
     fn link(&self, layer: LayerId, slot: Slot, snapshot: &Snapshot) -> Result<(), StoreError> {
         let (io, spec) = (&self.inner.io, self.table().layer(layer));
+        let layout = self.layout();
         let dir = self.dir().join(slot_path(spec, slot));
         io.create_dir(&dir)?;
         // Its files change under it.
         self.inner.set_files(layer, slot, None);
-        for name in slot_files() {
+        for name in slot_files(layout) {
             files::remove_if_there(&**io, &dir.join(&name))?;
             io.link(&snapshot.path(spec, &name), &dir.join(&name))?;
         }
         self.inner.sync_slot_dir(&dir)?;
-        let files = SlotFiles::open(io, self.dir(), spec, slot, Access::ReadWrite)?;
+        let files = SlotFiles::open(io, self.dir(), layout, spec, slot, Access::ReadWrite)?;
         self.inner.set_files(layer, slot, Some(files));
         Ok(())
     }

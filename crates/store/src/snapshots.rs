@@ -12,7 +12,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{LayerSpec, LayerTable, Plane};
+use model::{LayerSpec, LayerTable, Plane, StateLayout};
 
 use crate::StoreError;
 use crate::files;
@@ -37,6 +37,7 @@ pub const PREVIOUS: &str = "previous";
 pub struct Snapshot {
     pub name: String,
     pub(crate) dir: PathBuf,
+    layout: StateLayout,
     /// What was true when it was taken.
     pub state: State,
 }
@@ -55,7 +56,7 @@ impl Snapshot {
         layer: &LayerSpec,
         path: impl Fn(&str) -> PathBuf,
     ) -> Result<bool, StoreError> {
-        for name in slot_files() {
+        for name in slot_files(self.layout) {
             if !io.is_same(&self.path(layer, &name), &path(&name))? {
                 return Ok(false);
             }
@@ -69,7 +70,7 @@ impl Snapshot {
         layer: &LayerSpec,
         access: Access,
     ) -> Result<SlotFiles, StoreError> {
-        SlotFiles::open_at(io, layer, access, |name| self.path(layer, name))
+        SlotFiles::open_at(io, self.layout, layer, access, |name| self.path(layer, name))
     }
 }
 
@@ -123,7 +124,7 @@ impl TrainingStore {
 
     /// The store's snapshots, oldest step first, and why others cannot be used.
     pub fn snapshots(&self) -> Result<(Vec<Snapshot>, Vec<String>), StoreError> {
-        list(&*self.inner.io, self.dir(), self.table())
+        list(&*self.inner.io, self.dir(), self.layout(), self.table())
     }
 
     /// Text of the `run.json` of a snapshot's time, if there was one.
@@ -137,14 +138,18 @@ impl TrainingStore {
         for (spec, layer) in self.table().layers().iter().zip(&state.layers) {
             let Some(files) = self.inner.files_if_any(spec.id, layer.slot) else { continue };
             let paths = files.planes.iter().map(|plane| &plane.path).chain([&files.hashes_path]);
-            for (path, name) in paths.zip(slot_files()) {
+            for (path, name) in paths.zip(slot_files(files.layout)) {
                 io.link(path, &dir.join(file_name(spec, &name)))?;
             }
         }
         for name in own_files(io, self.dir())? {
             io.link(&self.dir().join(&name), &dir.join(&name))?;
         }
-        Ok(files::replace(io, &dir.join(INDEX_FILE), index(self.table(), in_snapshot).as_bytes())?)
+        Ok(files::replace(
+            io,
+            &dir.join(INDEX_FILE),
+            index(self.layout(), self.table(), in_snapshot).as_bytes(),
+        )?)
     }
 
     /// Everything else is durable before the record has its name, and that before anybody is told.
@@ -177,7 +182,7 @@ fn refuse_links(io: &dyn Io, store: &Path, dir: &Path) -> Result<(), StoreError>
 }
 
 /// The model's own files and the run's record.
-fn own_files(io: &dyn Io, store: &Path) -> Result<Vec<String>, StoreError> {
+pub(crate) fn own_files(io: &dyn Io, store: &Path) -> Result<Vec<String>, StoreError> {
     let mut own = Vec::new();
     for name in io.list(store)? {
         let is_own = [CONFIG_FILE, RUN_FILE].contains(&name.as_str())
@@ -232,13 +237,14 @@ fn snapshot_dir(store: &Path, name: &str) -> PathBuf {
 pub(crate) fn list(
     io: &dyn Io,
     dir: &Path,
+    layout: StateLayout,
     table: &LayerTable,
 ) -> Result<(Vec<Snapshot>, Vec<String>), StoreError> {
     let all = dir.join(SNAPSHOTS_DIR);
     let names = if io.exists(&all)? { io.list(&all)? } else { Vec::new() };
     let (mut snapshots, mut unusable) = (Vec::new(), Vec::new());
     for name in names {
-        match read(io, dir, &name, table) {
+        match read(io, dir, &name, layout, table) {
             Ok(Some(snapshot)) => snapshots.push(snapshot),
             Ok(None) => {}
             Err(error) => unusable.push(format!("snapshot `{name}` cannot be used: {error}")),
@@ -253,6 +259,7 @@ pub(crate) fn read(
     io: &dyn Io,
     store: &Path,
     name: &str,
+    layout: StateLayout,
     table: &LayerTable,
 ) -> Result<Option<Snapshot>, StoreError> {
     check_name(name)?;
@@ -271,7 +278,7 @@ pub(crate) fn read(
     if state.layers.len() != table.len() {
         return Err(damaged("it belongs to another model"));
     }
-    Ok(Some(Snapshot { name: name.to_owned(), dir, state }))
+    Ok(Some(Snapshot { name: name.to_owned(), dir, layout, state }))
 }
 
 /// Removes snapshots that were never finished, or never removed to the end.

@@ -13,22 +13,22 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use model::{Budget, HostBytes, LayerId, LayerTable, Plane, Slot};
+use model::{Budget, LayerId, LayerTable, Plane, Precision, Slot, StateLayout, Weights};
 use serde_json::{Map, Value};
 
 mod inner;
 
 use inner::{Chain, Inner};
 
-use crate::chunk::{ChunkReads, StateChunk};
+use crate::chunk::{StateChunk, gather};
 use crate::error::{Done, StoreError, blocking};
 use crate::files;
-use crate::hashes::{self, PlaneHashes, plane_hashes};
+use crate::hashes::{self, ChunkHashes, LayerHashes, layer_hashes};
 use crate::io::{
     Access, AfterUse, Guard, Handle, Io, IoCounters, IoDone, IoError, LockKind, Op, fan_in,
     read_scattered, write_block,
 };
-use crate::layout::{ELEMENT_BYTES, RUN_FILE, SCRATCH_DIR, STORE_FILE, plane_bytes};
+use crate::layout::{RUN_FILE, SCRATCH_DIR, STORE_FILE};
 use crate::log;
 use crate::opening::{OnDamage, check_live, open_slots, remove_leftovers};
 use crate::reading::write_index;
@@ -82,7 +82,7 @@ impl TrainingStore {
         let found = recovery::recover(&*io, dir)?;
         let mut recovery = found.recovery;
         let table = &found.layout.table;
-        let mut open = open_slots(&io, dir, table, &found.state, on_damage)?;
+        let mut open = open_slots(&io, dir, &found.layout, &found.state, on_damage)?;
         if recovery.cut.is_some() && !io.is_off(Guard::LiveBehindTear) {
             check_live(&*io, table, &mut open, &found.state, on_damage)?;
             recovery.checked = true;
@@ -122,6 +122,11 @@ impl TrainingStore {
         &self.inner.layout.table
     }
 
+    /// How W, M and V are kept.
+    pub fn layout(&self) -> StateLayout {
+        self.inner.layout.state()
+    }
+
     /// Text of the model's `config.json`.
     pub fn config_json(&self) -> &str {
         &self.inner.config_json
@@ -148,37 +153,41 @@ impl TrainingStore {
     }
 
     /// Reads weights of a slot, which may be the live one or one whose layer is finished but not
-    /// committed yet. The block holds exactly `elements` as float32; it may be a map, during
-    /// whose life the slot must not be written. Verified only for locked layers, which no optimizer
-    /// reads: their whole chunks.
+    /// committed yet. Their blocks may be maps, during whose life the slot must not be written.
+    /// Verified only for locked layers, which no optimizer reads: their whole chunks.
     pub fn read_weights(
         &self,
-        layer: LayerId,
-        slot: Slot,
+        (layer, slot): (LayerId, Slot),
         elements: Range<usize>,
+        precision: Precision,
         after: AfterUse,
-        done: Done<HostBytes>,
+        done: Done<Weights>,
     ) {
         let inner = &self.inner;
         let files = inner.files(layer, slot);
-        let bytes = elements.start * ELEMENT_BYTES..elements.end * ELEMENT_BYTES;
-        assert!(bytes.start <= bytes.end && bytes.end as u64 <= files.data_bytes, "{elements:?}");
-        let done = self.guarding_locked(layer, slot, bytes.start, done);
-        inner.read_data(&files, Plane::Weight, bytes, after, done);
+        assert!(elements.start <= elements.end && elements.end <= files.elements, "{elements:?}");
+        let done = self.guarding_locked(layer, slot, elements.start, done);
+        let layout = files.layout;
+        let count = layout.weight_planes(precision).len();
+        let whole = move |blocks| Weights::from_planes(layout, precision, blocks);
+        let reads = gather(count, Box::new(move |blocks| done(blocks.map(whole))));
+        for (plane, read) in files.planes.iter().zip(reads) {
+            inner.read_plane(plane, elements.clone(), after, read);
+        }
     }
 
-    /// Reads rows of `width` elements of a layer's first tensor: `[ids.len(), width]` float32, in
-    /// a block leased from the budget. Not verified.
+    /// Reads rows of `width` elements of a layer's first tensor: `[ids.len(), width]`, in blocks
+    /// leased from the budget. Not verified.
     ///
     /// # Errors
     /// `Invalid` for a row beyond the tensor.
     pub fn gather_rows(
         &self,
-        layer: LayerId,
-        slot: Slot,
+        (layer, slot): (LayerId, Slot),
         width: usize,
-        ids: Vec<u32>,
-        done: Done<HostBytes>,
+        ids: &[u32],
+        precision: Precision,
+        done: Done<Weights>,
     ) {
         if let Err(error) = self.inner.check_poison() {
             return done(Err(error));
@@ -187,43 +196,49 @@ impl TrainingStore {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
             return done(Err(StoreError::Invalid(format!("row {id} of a table of {rows}"))));
         }
-        let weight = &self.inner.files(layer, slot).planes[Plane::Weight as usize];
-        let row_bytes = width * ELEMENT_BYTES;
-        let target = match self.inner.budget.block(ids.len() * row_bytes) {
-            Ok(block) => crate::io::Target::heap(block),
-            Err(error) => return done(Err(error.into())),
-        };
-        let lengths = vec![row_bytes; ids.len()];
-        let at = |id: u32| (weight.file.id(), weight.data_start + u64::from(id) * row_bytes as u64);
-        let reads: Vec<_> = ids.into_iter().map(at).collect();
-        let done = Box::new(move |block: Result<_, IoError>| done(block.map_err(Into::into)));
-        read_scattered(&*self.inner.io, &reads, &lengths, target, done);
+        let files = self.inner.files(layer, slot);
+        let layout = files.layout;
+        let count = layout.weight_planes(precision).len();
+        let whole = move |blocks| Weights::from_planes(layout, precision, blocks);
+        let reads = gather(count, Box::new(move |blocks| done(blocks.map(whole))));
+        for (plane, read) in files.planes.iter().zip(reads) {
+            let row_bytes = plane.spec.bytes(width);
+            let target = match self.inner.budget.block(ids.len() * row_bytes) {
+                Ok(block) => crate::io::Target::heap(block),
+                Err(error) => {
+                    read(Err(error.into()));
+                    continue;
+                }
+            };
+            let at = |&id: &u32| {
+                let first = id as usize * width;
+                (plane.file.id(), plane.range(first..first + width).start)
+            };
+            let from: Vec<_> = ids.iter().map(at).collect();
+            let read = Box::new(move |block: Result<_, IoError>| read(block.map_err(Into::into)));
+            read_scattered(&*self.inner.io, &from, &vec![row_bytes; ids.len()], target, read);
+        }
     }
 
-    /// Number of chunks of a layer's planes.
+    /// Number of chunks of a layer.
     pub fn chunks(&self, layer: LayerId) -> usize {
-        hashes::chunk_count(plane_bytes(self.table().layer(layer)))
+        hashes::chunk_count(self.table().layer(layer).elements())
     }
 
     /// Elements of a chunk inside its layer's block.
     pub fn chunk_elements(&self, layer: LayerId, chunk: usize) -> Range<usize> {
-        let (start, len) = hashes::chunk_range(plane_bytes(self.table().layer(layer)), chunk);
-        let first = start as usize / ELEMENT_BYTES;
-        first..first + len / ELEMENT_BYTES
+        hashes::chunk_elements(self.table().layer(layer).elements(), chunk)
     }
 
-    /// Reads one chunk of the three planes. Not verified: the caller does that while the bytes
+    /// Reads one chunk of all planes. Not verified: the caller does that while the bytes
     /// are in its cache, with [`TrainingStore::check_chunk`].
     pub fn read_chunk(&self, layer: LayerId, slot: Slot, chunk: usize, done: Done<StateChunk>) {
         let files = self.inner.files(layer, slot);
-        let (start, len) = files.chunk_range(chunk);
-        let range = start as usize..start as usize + len;
-        let gathered = Arc::new(Mutex::new(ChunkReads::new(done)));
-        for plane in Plane::ALL {
-            let gathered = Arc::clone(&gathered);
-            let landed: Done<HostBytes> =
-                Box::new(move |block| ChunkReads::land(&gathered, plane, block));
-            self.inner.read_data(&files, plane, range.clone(), AfterUse::Forget, landed);
+        let layout = files.layout;
+        let whole = move |blocks| StateChunk::from_planes(layout, blocks);
+        let reads = gather(files.planes.len(), Box::new(move |blocks| done(blocks.map(whole))));
+        for (plane, read) in files.planes.iter().zip(reads) {
+            self.inner.read_plane(plane, files.chunk_elements(chunk), AfterUse::Forget, read);
         }
     }
 
@@ -231,7 +246,7 @@ impl TrainingStore {
     ///
     /// # Panics
     /// If the slot is neither live nor written: a programmer's error.
-    pub fn chunk_hashes(&self, layer: LayerId, slot: Slot, chunk: usize) -> PlaneHashes {
+    pub fn chunk_hashes(&self, layer: LayerId, slot: Slot, chunk: usize) -> ChunkHashes {
         let hashes = self.inner.tables()[layer.index()][slot as usize].chunks[chunk];
         let Some(hashes) = hashes else {
             panic!("chunk {chunk} of layer {layer} in slot {} is not written", slot.name())
@@ -246,13 +261,14 @@ impl TrainingStore {
         layer: LayerId,
         slot: Slot,
         chunk: usize,
-        found: PlaneHashes,
+        found: ChunkHashes,
     ) -> Result<(), StoreError> {
         if self.inner.io.is_off(Guard::ChunkHash) {
             return Ok(());
         }
         let expected = self.chunk_hashes(layer, slot, chunk);
-        let wrong = Plane::ALL.into_iter().find(|&p| expected[p as usize] != found[p as usize]);
+        let planes = self.layout().planes().iter().map(|spec| spec.plane);
+        let wrong = planes.into_iter().find(|&p| expected[p as usize] != found[p as usize]);
         wrong.map_or(Ok(()), |plane| Err(self.report_mismatch(layer, slot, plane, chunk)))
     }
 
@@ -265,12 +281,16 @@ impl TrainingStore {
         plane: Plane,
         chunk: usize,
     ) -> StoreError {
-        let error = self.inner.files(layer, slot).mismatch(plane, chunk);
+        let files = self.inner.files(layer, slot);
+        let Some(file) = files.planes.iter().find(|file| file.spec.plane == plane) else {
+            panic!("a store in {} has no {}", self.layout(), plane.name())
+        };
+        let error = files.mismatch(file, chunk);
         self.inner.poison(error.to_string(), true);
         error
     }
 
-    /// Writes one chunk of the three planes into an inactive slot. `hashes` are those of `bytes`,
+    /// Writes one chunk of all planes into an inactive slot. `hashes` are those of `bytes`,
     /// computed by the caller while they are in its cache.
     ///
     /// The first write after a commit replaces a slot that is missing or that a snapshot has a name
@@ -287,13 +307,12 @@ impl TrainingStore {
         slot: Slot,
         chunk: usize,
         bytes: StateChunk,
-        hashes: PlaneHashes,
+        hashes: ChunkHashes,
         done: Done<()>,
     ) {
         let inner = &self.inner;
-        let (start, len) = hashes::chunk_range(plane_bytes(self.table().layer(layer)), chunk);
-        let blocks = [bytes.weight, bytes.exp_avg, bytes.exp_avg_sq];
-        assert!(blocks.iter().all(|block| block.len() == len), "a chunk of {len} bytes");
+        let elements = self.chunk_elements(layer, chunk);
+        assert_eq!(bytes.layout(), self.layout(), "the layout of a chunk");
         if let Err(error) = inner.check_poison() {
             return done(Err(error));
         }
@@ -305,24 +324,25 @@ impl TrainingStore {
         inner.tables()[layer.index()][slot as usize].start_write(chunk);
         let shared = Arc::clone(inner);
         let fan = fan_in(
-            blocks.len(),
+            files.planes.len(),
             inner.finish(done, move || {
                 let written = &mut shared.tables()[layer.index()][slot as usize];
                 written.chunks[chunk] = Some(hashes);
             }),
         );
-        for (plane, block) in files.planes.iter().zip(blocks) {
-            let offset = plane.data_start + start;
-            write_block(&*inner.io, plane.file.id(), offset, &Arc::new(block), fan.branch());
+        for (plane, block) in files.planes.iter().zip(bytes.into_planes()) {
+            let range = plane.range(elements.clone());
+            assert_eq!(block.len() as u64, range.end - range.start, "bytes of a chunk");
+            write_block(&*inner.io, plane.file.id(), range.start, &Arc::new(block), fan.branch());
         }
     }
 
-    /// Writes the `hashes` file of a slot whose chunks are all written, and returns the plane
-    /// hashes for the [`State`].
+    /// Writes the `hashes` file of a slot whose chunks are all written, and returns the
+    /// layer's hashes for the [`State`].
     ///
     /// # Panics
     /// On a live slot or one with unwritten chunks: a programmer's error.
-    pub fn finish_layer(&self, layer: LayerId, slot: Slot, done: Done<PlaneHashes>) {
+    pub fn finish_layer(&self, layer: LayerId, slot: Slot, done: Done<LayerHashes>) {
         let inner = &self.inner;
         if let Err(error) = inner.check_poison() {
             return done(Err(error));
@@ -333,15 +353,15 @@ impl TrainingStore {
         let Some(chunks) = chunks else {
             panic!("layer {layer} has unwritten chunks in slot {}", slot.name())
         };
-        let planes = plane_hashes(&chunks);
+        let hashes = layer_hashes(files.layout, &chunks);
         let shared = Arc::clone(inner);
         let finished = inner.finish(
-            Box::new(move |result: Result<(), _>| done(result.map(|()| planes))),
+            Box::new(move |result: Result<(), _>| done(result.map(|()| hashes))),
             move || {
                 shared.tables()[layer.index()][slot as usize].hashes_written = true;
             },
         );
-        let block = Arc::new(files::block(&hashes::encode(&chunks)));
+        let block = Arc::new(files::block(&hashes::encode(files.layout, &chunks)));
         write_block(&*inner.io, files.hashes.id(), 0, &block, finished);
     }
 
@@ -422,7 +442,7 @@ impl TrainingStore {
         for (spec, layer) in self.table().layers().iter().zip(&self.state().layers) {
             for slot in [Slot::A, Slot::B] {
                 if !layer.locked && !inner.is_own(spec.id, slot)? {
-                    needed += slot_bytes(spec);
+                    needed += slot_bytes(self.layout(), spec);
                 }
             }
         }
@@ -462,7 +482,7 @@ impl TrainingStore {
         self.inner.check_place()?;
         self.inner.remove_idle()?;
         let state = self.state();
-        write_index(&*self.inner.io, &self.inner.dir, self.table(), &state)
+        write_index(&*self.inner.io, &self.inner.dir, &self.inner.layout, &state)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use compute::{Command, TensorId, WeightsId};
-use model::{Attempt, HostBytes, LayerId, Micro};
+use model::{Attempt, LayerId, Micro, Weights};
 use schedule::{ComputeOp, Need, Visit, VisitId};
 
 use crate::Batch;
@@ -34,12 +34,12 @@ pub(super) fn input(layer: LayerId, micro: Micro) -> TensorId {
     tensor(Kind::Input, layer, micro)
 }
 
-pub(super) fn bind(attempt: Attempt, visit: VisitId, at: &Visit, bytes: HostBytes) -> Command {
+pub(super) fn bind(attempt: Attempt, visit: VisitId, at: &Visit, weights: Weights) -> Command {
     let tile = match &at.need {
         Need::Tile(tile) => tile.id,
         Need::Nothing | Need::EmbeddingRows => panic!("visit {visit:?} binds no weights"),
     };
-    Command::Bind { id: weights_id(attempt, visit), layer: at.layer, tile, bytes }
+    Command::Bind { id: weights_id(attempt, visit), layer: at.layer, tile, weights }
 }
 
 /// The layer an operation belongs to, and whether it is part of the backward sweep.
@@ -62,7 +62,7 @@ pub(super) fn commands(
     weights: WeightsId,
     batch: &Batch,
     head: LayerId,
-    rows: &mut BTreeMap<Micro, HostBytes>,
+    rows: &mut BTreeMap<Micro, Weights>,
 ) -> Vec<Command> {
     let input_gradient = |layer, micro| tensor(Kind::InputGradient, layer, micro);
     let hidden = |micro| tensor(Kind::Hidden, head, micro);

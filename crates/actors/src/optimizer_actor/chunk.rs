@@ -1,18 +1,19 @@
 //! The arithmetic on one chunk of a layer: update and hash; and the norm of a gradient.
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
 use compute::Gradient;
-use model::{Budget, CHUNK_BYTES, HostBytes, LayerSpec};
+use model::{Budget, CHUNK_ELEMENTS, HostBytes, LayerSpec, StateLayout};
 use optim::{Input, NormTree, Output, Prepared};
 use rayon::prelude::*;
-use store::{ChunkHasher, StateChunk};
+use store::{ChunkHasher, ChunkHashes, StateChunk};
 
+use crate::planes::{self, Rounding};
 use crate::reply::Failure;
 
-/// Parameters of one chunk.
-pub(super) const ELEMENTS: usize = CHUNK_BYTES / 4;
+use super::shadow::{Shadow, Version, sample};
 
 /// Elements that are hashed and computed at a time: 7 x 64 KiB, in the second-level cache.
 const PIECE: usize = 16 << 10;
@@ -24,12 +25,26 @@ static NO_MOMENTS: [f32; PIECE] = [0.0; PIECE];
 /// Elements that one thread square-sums at a time: a power of two of the norm tree's blocks.
 const NORM_PIECE: usize = 64 * optim::BLOCK_ELEMENTS;
 
-/// New state of a chunk and its hashes by plane.
+/// How a layer is updated.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rule<'s> {
+    pub(super) prepared: Prepared,
+    /// The number of the layer's update, from 1 on.
+    pub(super) t: u64,
+    /// Trained along, where the layout rounds.
+    pub(super) shadow: &'s Shadow,
+    /// Where weights are rounded stochastically: of this step and layer alone.
+    pub(super) rounding: u64,
+    /// New weights are square-summed, before they are rounded.
+    pub(super) weigh: bool,
+}
+
+/// New state of a chunk and its hashes.
 pub(super) struct ChunkOutput {
     pub(super) bytes: StateChunk,
-    pub(super) hashes: [u64; 3],
+    pub(super) hashes: ChunkHashes,
     /// Of the state that it was computed from, to be compared before anything is written.
-    pub(super) read_hashes: [u64; 3],
+    pub(super) read_hashes: ChunkHashes,
     /// Nothing in the new state is infinite or not a number.
     pub(super) finite: bool,
     /// Squares of the new weights, if they were asked for.
@@ -68,67 +83,188 @@ pub(super) fn join(chunks: &[NormTree]) -> f64 {
 }
 
 /// New state of a chunk: piece by piece, so that what is read is hashed, computed on, hashed again
-/// and looked at while it is in cache. `weigh`: the new weights are square-summed.
+/// and on its way out while it is in the caches.
 pub(super) fn update(
     layer: &LayerSpec,
     chunk: usize,
-    prepared: &Prepared,
+    rule: &Rule<'_>,
     state: &StateChunk,
     gradient: &GradientPart,
     budget: &Budget,
-    weigh: bool,
 ) -> Result<ChunkOutput, Failure> {
-    let block = || budget.block(state.weight.len());
-    let mut new = StateChunk { weight: block()?, exp_avg: block()?, exp_avg_sq: block()? };
+    let layout = state.layout();
+    let first = chunk * CHUNK_ELEMENTS;
+    let end = (first + CHUNK_ELEMENTS).min(layer.elements());
+    let mut new = StateChunk::unwritten(layout, end - first, budget)?;
     let (mut read, mut written) = (ChunkHasher::default(), ChunkHasher::default());
-    let (mut finite, mut weights) = (true, weigh.then(NormTree::new));
-    let first = chunk * ELEMENTS;
-    let end = first + state.weight.len() / 4;
-    for start in (first..end).step_by(PIECE) {
-        let piece = start..(start + PIECE).min(end);
-        let local = piece.start - first..piece.end - first;
-        let bytes = local.start * 4..local.end * 4;
-        read.feed(state, bytes.clone());
-        update_piece(layer, first, &piece, prepared, state, gradient, &mut new);
-        written.feed(&new, bytes);
-        let planes = [&new.weight, &new.exp_avg, &new.exp_avg_sq];
-        finite &= planes.iter().all(|plane| optim::is_finite(&plane.f32s()[local.clone()]));
-        weights.iter_mut().for_each(|tree| tree.feed(&new.weight.f32s()[local.clone()]));
-    }
-    let (hashes, read_hashes) = (written.finish(), read.finish());
+    let (mut finite, mut weights) = (true, rule.weigh.then(NormTree::new));
+    WIDE.with_borrow_mut(|wide| {
+        for start in (first..end).step_by(PIECE) {
+            let piece = start..(start + PIECE).min(end);
+            let local = piece.start - first..piece.end - first;
+            read.feed(state, local.clone());
+            let Wide { old, new: out } = wide;
+            let old = read_piece(state, local.clone(), rule, old);
+            let mut out = new_piece(&mut new, local.clone(), out);
+            update_piece(layer, &piece, first, rule, gradient, old, &mut out);
+            let shadow = shadowed(layer, layout, &piece, first, rule, gradient, old);
+            finite &= out.iter().all(|values| optim::is_finite(values));
+            weights.iter_mut().for_each(|tree| tree.feed(out[0]));
+            let rounding = Rounding::Stochastic { key: rule.rounding, first: piece.start as u64 };
+            planes::narrow(&mut new, local.clone(), rounding, wide.new.each_ref().map(|w| &w[..]));
+            if let Some((version, sample)) = shadow {
+                let mut rounded = vec![0.0; sample.len()];
+                planes::widen(&new, sample, 0, &mut rounded);
+                rule.shadow.after(layer.id, version, &rounded);
+            }
+            written.feed(&new, local);
+        }
+    });
+    let (hashes, read_hashes) = (written.finish(layout), read.finish(layout));
     Ok(ChunkOutput { bytes: new, hashes, read_hashes, finite, weights })
 }
 
-/// Updates `piece` (elements of the layer) of the chunk that starts at `first`.
+/// The layer's sample after the update, if the piece has it, and where it lies in the chunk.
+fn shadowed(
+    layer: &LayerSpec,
+    layout: StateLayout,
+    piece: &Range<usize>,
+    first: usize,
+    rule: &Rule<'_>,
+    gradient: &GradientPart,
+    old: [&[f32]; 3],
+) -> Option<(Version, Range<usize>)> {
+    let sample = sample(layer.elements());
+    if !Shadow::is_wanted(layout) || sample.start != piece.start {
+        return None;
+    }
+    let old = old.map(|values| &values[..sample.len()]);
+    let mut version = rule.shadow.before(layer.id, rule.t, old);
+    let old = version.state.clone();
+    let mut new = version.state.each_mut().map(|values| &mut values[..]);
+    let old = old.each_ref().map(|values| &values[..]);
+    update_piece(layer, &sample, first, rule, gradient, old, &mut new);
+    Some((version, sample.start - first..sample.end - first))
+}
+
+/// W, M and V of a piece in float32, for planes that hold something else.
+struct Wide {
+    old: [Vec<f32>; 3],
+    new: [Vec<f32>; 3],
+}
+
+thread_local! {
+    /// Outside the budget, 384 KiB a thread.
+    static WIDE: RefCell<Wide> = const {
+        RefCell::new(Wide { old: [const { Vec::new() }; 3], new: [const { Vec::new() }; 3] })
+    };
+}
+
+/// W, M and V of a piece, `local` inside its chunk: from the planes themselves, or widened.
+fn read_piece<'a>(
+    state: &'a StateChunk,
+    local: Range<usize>,
+    rule: &Rule<'_>,
+    wide: &'a mut [Vec<f32>; 3],
+) -> [&'a [f32]; 3] {
+    let mut at = 0;
+    wide.each_mut().map(|wide| {
+        let which = at;
+        at += 1;
+        if which > 0 && rule.prepared.is_first() {
+            return &NO_MOMENTS[..local.len()];
+        }
+        if planes::is_plain(state.layout(), which) {
+            return &planes::plain(state, which)[local.clone()];
+        }
+        wide.resize(local.len(), 0.0);
+        planes::widen(state, local.clone(), which, wide);
+        &wide[..]
+    })
+}
+
+/// Where W, M and V of a piece go: the planes themselves, or room for what is narrowed then.
+fn new_piece<'a>(
+    new: &'a mut StateChunk,
+    local: Range<usize>,
+    wide: &'a mut [Vec<f32>; 3],
+) -> [&'a mut [f32]; 3] {
+    let layout = new.layout();
+    let mut out = wide.each_mut().map(|wide| {
+        wide.resize(local.len(), 0.0);
+        &mut wide[..]
+    });
+    for (spec, block) in layout.planes().iter().zip(new.planes_mut()) {
+        let which = spec.plane.state();
+        if planes::is_plain(layout, which) {
+            out[which] = &mut block.f32s_mut()[local.clone()];
+        }
+    }
+    out
+}
+
+/// Updates `piece` (elements of the layer) of the chunk that starts at `first`, from `old` to `new`.
 fn update_piece(
     layer: &LayerSpec,
-    first: usize,
     piece: &Range<usize>,
-    prepared: &Prepared,
-    state: &StateChunk,
+    first: usize,
+    rule: &Rule<'_>,
     gradient: &GradientPart,
-    new: &mut StateChunk,
+    old: [&[f32]; 3],
+    new: &mut [&mut [f32]; 3],
 ) {
+    let mut at = Piece { start: piece.start, prepared: &rule.prepared, old, new };
     for tensor in &layer.tensors {
         let part = overlap(&tensor.range(), piece);
         if part.is_empty() {
             continue;
         }
-        let local = part.start - first..part.end - first;
         let decay = tensor.decays();
-        let dense = match gradient {
-            GradientPart::Read(values) => &values.f32s()[local.clone()],
+        match gradient {
+            GradientPart::Read(values) => {
+                let values = &values.f32s()[part.start - first..part.end - first];
+                at.update(decay, part, values);
+            }
             GradientPart::Whole(whole) => match &**whole {
-                Gradient::Dense(values) => &values.f32s()[part],
+                Gradient::Dense(values) => at.update(decay, part.clone(), &values.f32s()[part]),
                 Gradient::Rows { ids, width, values } => {
                     let rows = Rows { ids, width: *width, values: values.f32s() };
-                    rows.update(prepared, decay, state, new, part, first);
-                    continue;
+                    rows.update(&mut at, decay, part);
                 }
             },
-        };
-        let (input, output) = slices(prepared, state, new, local, dense);
-        optim::update(prepared, decay, input, output);
+        }
+    }
+}
+
+/// A piece of a layer that is being updated.
+struct Piece<'a, 'n> {
+    /// Its first element in the layer.
+    start: usize,
+    prepared: &'a Prepared,
+    old: [&'a [f32]; 3],
+    new: &'a mut [&'n mut [f32]; 3],
+}
+
+impl Piece<'_, '_> {
+    /// `part`: elements of the layer, all of them in the piece.
+    fn update(&mut self, decay: bool, part: Range<usize>, grad: &[f32]) {
+        let (prepared, (input, output)) = (*self.prepared, self.slices(part, grad));
+        optim::update(&prepared, decay, input, output);
+    }
+
+    /// [`Piece::update`] with a gradient of zeros.
+    fn update_zero_grad(&mut self, decay: bool, part: Range<usize>) {
+        let (prepared, (input, output)) = (*self.prepared, self.slices(part, &[]));
+        optim::update_zero_grad(&prepared, decay, input, output);
+    }
+
+    fn slices<'s>(&'s mut self, part: Range<usize>, grad: &'s [f32]) -> (Input<'s>, Output<'s>) {
+        let local = part.start - self.start..part.end - self.start;
+        let [weight, exp_avg, exp_avg_sq] = self.old.map(|values| &values[local.clone()]);
+        let input = Input { weight, exp_avg, exp_avg_sq, grad };
+        let [weight, exp_avg, exp_avg_sq] =
+            self.new.each_mut().map(|values| &mut values[local.clone()]);
+        (input, Output { weight, exp_avg, exp_avg_sq })
     }
 }
 
@@ -141,15 +277,7 @@ struct Rows<'g> {
 
 impl Rows<'_> {
     /// Updates `part` (elements of the layer) run by run: touched rows, and what lies between.
-    fn update(
-        &self,
-        prepared: &Prepared,
-        decay: bool,
-        state: &StateChunk,
-        new: &mut StateChunk,
-        part: Range<usize>,
-        start: usize,
-    ) {
+    fn update(&self, piece: &mut Piece<'_, '_>, decay: bool, part: Range<usize>) {
         let mut at = part.start;
         let first = self.ids.partition_point(|&id| (id as usize + 1) * self.width <= part.start);
         for (i, &id) in self.ids.iter().enumerate().skip(first) {
@@ -158,45 +286,13 @@ impl Rows<'_> {
             if touched.is_empty() {
                 break;
             }
-            let (input, output) =
-                slices(prepared, state, new, at - start..touched.start - start, &[]);
-            optim::update_zero_grad(prepared, decay, input, output);
+            piece.update_zero_grad(decay, at..touched.start);
             let offset = i * self.width + (touched.start - row);
-            let grad = &self.values[offset..offset + touched.len()];
-            let local = touched.start - start..touched.end - start;
-            let (input, output) = slices(prepared, state, new, local, grad);
-            optim::update(prepared, decay, input, output);
+            piece.update(decay, touched.clone(), &self.values[offset..offset + touched.len()]);
             at = touched.end;
         }
-        let (input, output) = slices(prepared, state, new, at - start..part.end - start, &[]);
-        optim::update_zero_grad(prepared, decay, input, output);
+        piece.update_zero_grad(decay, at..part.end);
     }
-}
-
-fn slices<'a>(
-    prepared: &Prepared,
-    state: &'a StateChunk,
-    new: &'a mut StateChunk,
-    range: Range<usize>,
-    grad: &'a [f32],
-) -> (Input<'a>, Output<'a>) {
-    let old = |block: &'a HostBytes| &block.f32s()[range.clone()];
-    let moments = |block: &'a HostBytes| match prepared.is_first() {
-        true => &NO_MOMENTS[..range.len()],
-        false => old(block),
-    };
-    let input = Input {
-        weight: old(&state.weight),
-        exp_avg: moments(&state.exp_avg),
-        exp_avg_sq: moments(&state.exp_avg_sq),
-        grad,
-    };
-    let output = Output {
-        weight: &mut new.weight.f32s_mut()[range.clone()],
-        exp_avg: &mut new.exp_avg.f32s_mut()[range.clone()],
-        exp_avg_sq: &mut new.exp_avg_sq.f32s_mut()[range],
-    };
-    (input, output)
 }
 
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {

@@ -7,7 +7,11 @@
 
 use std::collections::HashMap;
 
-use model::{Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec};
+use model::{
+    Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec, Weights,
+};
+
+use rayon::prelude::*;
 
 use super::decoder::{Decoder, Inner, Sink};
 use super::gradients::{Dense, RowGradient};
@@ -15,6 +19,9 @@ use super::head::{self, STATS};
 use crate::product::{self, Accum};
 use crate::rows::{self, Angles, partial_count};
 use crate::{Command, DeviceError, Gradient, MicroShape, NO_TARGET, Outcome, TensorId, WeightsId};
+
+/// Weights that one thread widens at a time.
+const WIDENED: usize = 64 << 10;
 
 pub(super) struct State {
     config: ModelConfig,
@@ -34,7 +41,10 @@ pub(super) struct State {
 struct Bound {
     layer: LayerId,
     tile: TileSpec,
-    bytes: HostBytes,
+    /// Until the first command that computes with them: tiles are bound before their turn.
+    unused: Option<Weights>,
+    /// float32, from then on.
+    values: HostBytes,
 }
 
 /// The operands of a head command over one vocabulary tile.
@@ -61,8 +71,9 @@ impl State {
     }
 
     pub(super) fn execute(&mut self, command: Command) -> Result<Outcome, DeviceError> {
+        command.weights().map_or(Ok(()), |id| self.prepare(id))?;
         match command {
-            Command::Bind { id, layer, tile, bytes } => self.bind(id, layer, tile, bytes)?,
+            Command::Bind { id, layer, tile, weights } => self.bind(id, layer, tile, weights)?,
             Command::Unbind { id } => {
                 self.weights.remove(&id).ok_or(unknown("weights", id.0))?;
             }
@@ -116,15 +127,30 @@ impl State {
         id: WeightsId,
         layer: LayerId,
         tile: TileId,
-        bytes: HostBytes,
+        weights: Weights,
     ) -> Result<(), DeviceError> {
         if layer.index() >= self.table.len() {
             return Err(unknown("layer", u64::from(layer.0)));
         }
         let tile = self.table.tiles(layer).into_iter().nth(tile.0 as usize);
         let tile = tile.ok_or(unknown("tile of the layer", u64::from(layer.0)))?;
-        check_bytes("a tile of weights", bytes.len(), tile.f32_bytes())?;
-        self.weights.insert(id, Bound { layer, tile, bytes });
+        check_bytes("a tile of weights", weights.len() * 4, tile.f32_bytes())?;
+        let (unused, values) = (Some(weights), HostBytes::zeroed(0));
+        self.weights.insert(id, Bound { layer, tile, unused, values });
+        Ok(())
+    }
+
+    /// Brings weights into the form that the loops want.
+    fn prepare(&mut self, id: WeightsId) -> Result<(), DeviceError> {
+        let Some(bound) = self.weights.get_mut(&id) else { return Ok(()) };
+        let Some(weights) = bound.unused.take() else { return Ok(()) };
+        if let Weights::F32(values) = weights {
+            bound.values = values;
+            return Ok(());
+        }
+        bound.values = self.budget.block(weights.len() * 4)?;
+        let pieces = bound.values.f32s_mut().par_chunks_mut(WIDENED).enumerate();
+        pieces.for_each(|(i, to)| weights.copy_f32(i * WIDENED, to));
         Ok(())
     }
 
@@ -135,14 +161,14 @@ impl State {
         Ok(())
     }
 
-    fn embed(&mut self, rows: &HostBytes, index: &[u32], y: TensorId) -> Result<(), DeviceError> {
-        let row = self.config.hidden_size * 4;
-        let count = rows.len() / row;
-        check_bytes("embedding rows", rows.len(), count * row)?;
+    fn embed(&mut self, rows: &Weights, index: &[u32], y: TensorId) -> Result<(), DeviceError> {
+        let width = self.config.hidden_size;
+        let count = rows.len() / width;
+        check_bytes("embedding rows", rows.len() * 4, count * width * 4)?;
         check_tokens(index.iter().copied(), count)?;
         let mut block = self.tensor(index.len())?;
-        for (to, &i) in block.bytes_mut().chunks_exact_mut(row).zip(index) {
-            to.copy_from_slice(&rows.bytes()[i as usize * row..][..row]);
+        for (to, &i) in block.f32s_mut().chunks_exact_mut(width).zip(index) {
+            rows.copy_f32(i as usize * width, to);
         }
         self.tensors.insert(y, block);
         Ok(())
@@ -231,7 +257,7 @@ impl State {
         let mut output = self.tensor(tokens)?;
         let mut rstd = self.budget.block(tokens * 4)?;
         let (x, eps) = (&self.tensors[&x], self.config.norm_eps as f32);
-        rows::norm(x.f32s(), w.bytes.f32s(), eps, output.f32s_mut(), rstd.f32s_mut());
+        rows::norm(x.f32s(), w.values.f32s(), eps, output.f32s_mut(), rstd.f32s_mut());
         self.tensors.insert(h, output);
         Ok(())
     }
@@ -298,7 +324,7 @@ impl State {
         };
         let stats = self.tensors[&o.stats].f32s();
         head::gradient(dlogits.f32s_mut(), labels, &tile.vocabulary, stats, scale);
-        let w = self.vocabulary_tile(o.weights)?.bytes.f32s();
+        let w = self.vocabulary_tile(o.weights)?.values.f32s();
         product::nn(dh_block.f32s_mut(), accum, dlogits.f32s(), w, tile.vocabulary.len());
         self.tensors.insert(dh, dh_block);
         if gradient {
@@ -325,7 +351,7 @@ impl State {
         let mut output = self.tensor(tokens)?;
         let mut rstd = self.budget.block(tokens * 4)?;
         let mut partials = self.budget.block(partial_count(tokens) * hidden * 4)?;
-        let w = self.final_norm(weights)?.bytes.f32s();
+        let w = self.final_norm(weights)?.values.f32s();
         let (eps, x, dh) = (self.config.norm_eps as f32, x.f32s(), dh.f32s());
         rows::norm(x, w, eps, output.f32s_mut(), rstd.f32s_mut());
         let to = (output.f32s_mut(), Accum::Replace);
@@ -356,7 +382,7 @@ impl State {
         }
         let h = &self.tensors[&h].f32s()[token * hidden..][..hidden];
         let mut logits = vec![0.0; bound.tile.vocabulary.len()];
-        product::nt(&mut logits, Accum::Replace, h, bound.bytes.f32s(), hidden);
+        product::nt(&mut logits, Accum::Replace, h, bound.values.f32s(), hidden);
         Ok(Outcome::Logits(logits))
     }
 
@@ -396,7 +422,7 @@ impl State {
         Decoder {
             config: &self.config,
             spec: self.table.layer(bound.layer),
-            w: bound.bytes.f32s(),
+            w: bound.values.f32s(),
             shape,
             angles: &self.angles,
             budget: &self.budget,
@@ -409,7 +435,7 @@ impl State {
         let h = self.tensors.get(&o.h).ok_or(unknown("tensor", o.h.0))?.f32s();
         let hidden = self.config.hidden_size;
         let mut logits = self.budget.block(h.len() / hidden * bound.tile.vocabulary.len() * 4)?;
-        product::nt(logits.f32s_mut(), Accum::Replace, h, bound.bytes.f32s(), hidden);
+        product::nt(logits.f32s_mut(), Accum::Replace, h, bound.values.f32s(), hidden);
         Ok(logits)
     }
 

@@ -1,7 +1,7 @@
 //! What must not change a single bit: threads, and whether activations were kept.
 
 use compute::{Command, MicroShape, TensorId};
-use model::LayerId;
+use model::{LayerId, StateLayout};
 
 use crate::harness::{self, Bench, Options, PLAIN, uniform};
 
@@ -21,8 +21,16 @@ fn bits(options: Options) -> (u64, Vec<Vec<u32>>) {
 fn threads_and_keeping_change_no_bit() {
     let want = bits(Options { micros: 2, ..PLAIN });
     for (threads, keep) in [(1, false), (3, false), (2, true)] {
-        assert!(bits(Options { threads, keep, micros: 2 }) == want, "{threads} threads, {keep}");
+        assert!(
+            bits(Options { threads, keep, micros: 2, ..PLAIN }) == want,
+            "{threads} threads, {keep}"
+        );
     }
+}
+
+#[test]
+fn split_weights_give_the_bits_of_whole_ones() {
+    assert!(bits(Options { layout: StateLayout::Split, ..PLAIN }) == bits(PLAIN));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use compute::{
     Command, CpuDevice, DeviceError, MicroShape, NO_TARGET, Outcome, TensorId, WeightsId,
 };
-use model::{Budget, BudgetError, HostBytes, LayerId, ModelConfig, TileId};
+use model::{Budget, BudgetError, HostBytes, LayerId, ModelConfig, TileId, Weights};
 
 use crate::harness::{self, Bench};
 
@@ -117,14 +117,14 @@ fn blocks_of_a_wrong_size() {
         id: WeightsId(7),
         layer: LayerId(layer),
         tile: TileId(tile),
-        bytes: HostBytes::zeroed(len),
+        weights: Weights::F32(HostBytes::zeroed(len)),
     };
     refuse(b, bind(9, 0, 4), unknown("layer"));
     refuse(b, bind(1, 1, 4), unknown("tile of the layer"));
     refuse(b, bind(2, 0, 4), shape(32));
     refuse(b, Command::Put { id: y, bytes: HostBytes::zeroed(7) }, shape(4));
     let embed = |len, index: &[u32]| Command::Embed {
-        rows: HostBytes::zeroed(len),
+        rows: Weights::F32(HostBytes::zeroed(len)),
         index: index.into(),
         y,
     };

@@ -7,7 +7,9 @@ use compute::{
     Command, CpuDevice, Device, DeviceError, Gradient, MicroShape, NO_TARGET, Outcome, TensorId,
     WeightsId,
 };
-use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, Role, TileId};
+use model::{
+    Budget, HostBytes, LayerId, LayerTable, ModelConfig, Role, StateLayout, TileId, Weights,
+};
 
 pub(crate) fn splitmix64(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -69,6 +71,7 @@ pub(crate) struct Bench {
     pub(crate) table: LayerTable,
     pub(crate) weights: Vec<Vec<f32>>,
     pub(crate) budget: Budget,
+    pub(crate) layout: StateLayout,
 }
 
 #[derive(Clone, Copy)]
@@ -76,9 +79,12 @@ pub(crate) struct Options {
     pub(crate) threads: usize,
     pub(crate) keep: bool,
     pub(crate) micros: usize,
+    /// That weights are bound in.
+    pub(crate) layout: StateLayout,
 }
 
-pub(crate) const PLAIN: Options = Options { threads: 2, keep: false, micros: 1 };
+pub(crate) const PLAIN: Options =
+    Options { threads: 2, keep: false, micros: 1, layout: StateLayout::F32 };
 
 impl Bench {
     pub(crate) fn new(config: &ModelConfig, threads: usize) -> Bench {
@@ -89,6 +95,7 @@ impl Bench {
             table: LayerTable::new(config),
             weights: weights(config),
             budget,
+            layout: StateLayout::F32,
         }
     }
 
@@ -105,9 +112,10 @@ impl Bench {
 
     pub(crate) fn bind(&mut self, layer: LayerId, tile: u32) -> WeightsId {
         let spec = self.table.tiles(layer).swap_remove(tile as usize);
-        let block = bytes(&self.weights[spec.source.index()][spec.elements]);
+        let values = &self.weights[spec.source.index()][spec.elements];
+        let weights = Weights::from_f32(self.layout, values);
         let id = WeightsId(u64::from(layer.0) << 32 | u64::from(tile));
-        self.run(Command::Bind { id, layer, tile: TileId(tile), bytes: block });
+        self.run(Command::Bind { id, layer, tile: TileId(tile), weights });
         id
     }
 
@@ -163,6 +171,7 @@ pub(crate) fn step_locked(
 ) -> (f64, Vec<Option<Vec<f32>>>) {
     let lowest = locked.iter().position(|locked| !locked).unwrap();
     let mut bench = Bench::new(config, options.threads);
+    bench.layout = options.layout;
     let rows = shape.rows / options.micros;
     let micro = MicroShape { rows, seq_len: shape.seq_len };
     let all = tokens(config, shape.tokens());
@@ -172,7 +181,7 @@ pub(crate) fn step_locked(
     let boundary = |layer: usize, m: usize| TensorId((layer * 100 + m) as u64);
 
     for (m, ids) in ids.iter().enumerate() {
-        let rows = bytes(&bench.weights[0]);
+        let rows = Weights::from_f32(options.layout, &bench.weights[0]);
         bench.run(Command::Embed { rows, index: Arc::clone(ids), y: boundary(1, m) });
     }
     for layer in 1..last {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use compute::{Command, MicroShape, NO_TARGET, TensorId, workspace};
-use model::{LayerId, ModelConfig};
+use model::{LayerId, ModelConfig, StateLayout};
 
 use crate::harness::{self, Bench};
 
@@ -36,7 +36,8 @@ fn models() -> Vec<ModelConfig> {
 #[test]
 fn no_command_needs_more_than_its_bound() {
     for config in models() {
-        let bound = workspace(&config, SHAPE);
+        let bound = workspace(&config, StateLayout::F32, SHAPE);
+        assert_eq!(bound.bound_bytes, 0);
         let input = vec![0.25; SHAPE.tokens() * config.hidden_size];
         let labels: Arc<[u32]> = vec![3; SHAPE.tokens()].into();
         let mut tightest = 0;
@@ -97,4 +98,31 @@ fn unlabelled_tokens_have_no_gradient_and_clear_frees_everything() {
     assert!(bench.get(TensorId(3)).iter().all(|g| *g == 0.0));
     bench.run(Command::Clear);
     assert_eq!(bench.budget.used_bytes(), 0);
+}
+
+#[test]
+fn weights_in_another_form_are_widened_when_they_are_first_used_within_the_bound() {
+    for config in models() {
+        let bound = workspace(&config, StateLayout::Split8, SHAPE);
+        let mut bench = Bench::new(&config, 2);
+        bench.layout = StateLayout::Split8;
+        let head = bench.table.head();
+        let tiles = bench.table.tiles(head).len() as u32;
+        let bound_ids: Vec<_> = (0..tiles).map(|tile| bench.bind(head, tile)).collect();
+        let layer = bench.bind(LayerId(1), 0);
+        assert_eq!(bench.budget.used_bytes(), 0);
+        let x = bench.put(1, &vec![0.25; SHAPE.tokens() * config.hidden_size]);
+        let before = bench.budget.used_bytes();
+        let (y, shape) = (TensorId(2), SHAPE);
+        bench.run(Command::Forward { weights: layer, shape, x, y, keep: false });
+        bench.run(Command::Free { id: y });
+        let values = bench.table.layer(LayerId(1)).elements() * 4;
+        assert_eq!(bench.budget.used_bytes() - before, values);
+        assert!(values <= bound.bound_bytes);
+        bench.run(Command::Unbind { id: layer });
+        for id in bound_ids {
+            bench.run(Command::Unbind { id });
+        }
+        assert_eq!(bench.budget.used_bytes(), before);
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::*;
-use crate::{Init, InitTokenizer, import_hf, init};
+use crate::{Destination, Init, InitTokenizer, import_hf, init};
 
 const CONFIG: &str = r#"{"model_type":"llama","vocab_size":64,"hidden_size":16,
     "intermediate_size":24,"num_hidden_layers":2,"num_attention_heads":4}"#;
@@ -16,7 +16,7 @@ fn shards_come_back_as_the_same_store() {
     let io = store::memory_engine();
     let tokenizer = InitTokenizer::Files(vec![("tokenizer.json".into(), b"{}".to_vec())]);
     let what = Init { config_json: CONFIG, tokenizer, tokenizer_vocab: 64, seed: 2 };
-    init(&what, Arc::clone(&io), a, &mut |_, _| {}).unwrap();
+    init(&what, &Destination::new(Arc::clone(&io), a), &mut |_, _| {}).unwrap();
     let store = ReadingStore::open(Arc::clone(&io), a, Duration::ZERO).unwrap();
     let out = tempfile::tempdir().unwrap();
     let mut last = (0, 0);
@@ -24,7 +24,7 @@ fn shards_come_back_as_the_same_store() {
     let exported = export_sharded(&store, out.path(), Dtype::F32, 6_000, note).unwrap();
     assert!(exported.files.len() > 3);
     assert_eq!(last, (exported.weight_bytes, exported.weight_bytes));
-    import_hf(out.path(), Arc::clone(&io), b, &mut |_, _| {}).unwrap();
+    import_hf(out.path(), &Destination::new(Arc::clone(&io), b), &mut |_, _| {}).unwrap();
     let back = ReadingStore::open(io, b, Duration::ZERO).unwrap();
     for layer in store.table().layers() {
         assert_eq!(store.layer_hash(layer.id), back.layer_hash(layer.id));

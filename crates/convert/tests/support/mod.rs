@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use convert::{ConvertError, ErrorKind, Report, import_hf};
+use convert::{ConvertError, Destination, ErrorKind, Report, import_hf};
 use half::{bf16, f16};
-use model::{LayerTable, ModelConfig, TensorSpec};
+use model::{LayerTable, ModelConfig, Precision, TensorSpec};
 use safetensors::tensor::{Dtype, TensorView};
 use store::{Io, ReadingStore, memory_engine};
 
@@ -103,14 +103,16 @@ pub fn encode(dtype: Dtype, values: &[f32]) -> Vec<u8> {
 /// Imports `src` into a disk in memory and opens the result.
 pub fn import(src: &Path) -> (Report, ReadingStore) {
     let io = memory_engine();
-    let report = import_hf(src, Arc::clone(&io), dest(), &mut |_, _| {}).unwrap();
+    let report =
+        import_hf(src, &Destination::new(Arc::clone(&io), dest()), &mut |_, _| {}).unwrap();
     (report, open(io))
 }
 
 /// The error of an import, after checking its kind and that nothing is left behind.
 pub fn refused(src: &Path) -> String {
     let io = memory_engine();
-    let error = import_hf(src, Arc::clone(&io), dest(), &mut |_, _| {}).unwrap_err();
+    let error =
+        import_hf(src, &Destination::new(Arc::clone(&io), dest()), &mut |_, _| {}).unwrap_err();
     assert_clean(&*io, &error);
     error.to_string()
 }
@@ -133,7 +135,8 @@ pub fn weights(store: &ReadingStore) -> BTreeMap<String, Vec<f32>> {
     let mut all = BTreeMap::new();
     for layer in store.table().layers() {
         for spec in &layer.tensors {
-            let block = store.read_weights_blocking(layer.id, spec.range()).unwrap();
+            let read = store.read_weights_blocking(layer.id, spec.range(), Precision::Exact);
+            let block = read.unwrap().into_f32();
             all.insert(spec.name.clone(), block.f32s().to_vec());
         }
     }

@@ -14,30 +14,48 @@ fn table(layers: usize, tied: bool) -> LayerTable {
 }
 
 const SHAPE: RunShape = RunShape { batch_rows: 4, micro_rows: 2, seq_len: 32 };
-const WORKSPACE: Workspace =
-    Workspace { command_bytes: 1 << 20, kept_bytes: 1 << 16, logits_bytes: 1 << 14 };
+const WORKSPACE: Workspace = Workspace {
+    precision: Precision::Exact,
+    bound_bytes: 0,
+    command_bytes: 1 << 20,
+    kept_bytes: 1 << 16,
+    logits_bytes: 1 << 14,
+};
 
 #[test]
 fn a_budget_too_small_names_what_is_needed_and_that_suffices() {
     let table = table(4, true);
     let Err(BudgetError::TooSmall { needed_bytes, .. }) =
-        Limits::new(&table, SHAPE, WORKSPACE, true, 1000)
+        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, 1000)
     else {
         panic!("1000 bytes accepted")
     };
-    let limits = Limits::new(&table, SHAPE, WORKSPACE, true, needed_bytes as usize).unwrap();
+    let limits =
+        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, needed_bytes as usize)
+            .unwrap();
     assert_eq!((limits.weight_buffers, limits.kept), (2, 0));
-    assert!(Limits::new(&table, SHAPE, WORKSPACE, true, needed_bytes as usize - 1).is_err());
+    assert!(
+        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, needed_bytes as usize - 1)
+            .is_err()
+    );
 }
 
 #[test]
 fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
-    let needed = |layers| match Limits::new(&table(layers, true), SHAPE, WORKSPACE, true, 0) {
+    let needed = |layers| match Limits::new(
+        &table(layers, true),
+        StateLayout::F32,
+        SHAPE,
+        WORKSPACE,
+        true,
+        0,
+    ) {
         Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
         other => panic!("{other:?}"),
     };
     assert_eq!(needed(6), needed(180));
-    let limits = Limits::new(&table(6, true), SHAPE, WORKSPACE, true, needed(6)).unwrap();
+    let limits =
+        Limits::new(&table(6, true), StateLayout::F32, SHAPE, WORKSPACE, true, needed(6)).unwrap();
     assert_eq!(limits.boundaries, 3 * SHAPE.micros());
     assert_eq!(limits.parked, [false, true, true, true, true, true, true, false]);
     assert_eq!(limits.spilled, [false, true, true, true, true, true, true, true]);
@@ -45,7 +63,8 @@ fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
 
 #[test]
 fn spare_memory_keeps_everything() {
-    let limits = Limits::new(&table(4, false), SHAPE, WORKSPACE, true, 1 << 30).unwrap();
+    let limits =
+        Limits::new(&table(4, false), StateLayout::F32, SHAPE, WORKSPACE, true, 1 << 30).unwrap();
     assert!(!limits.parked.contains(&true) && !limits.spilled.contains(&true));
     assert_eq!(limits.kept, 4 * SHAPE.micros());
     assert_eq!(limits.weight_buffers, WEIGHT_BUFFERS_MAX);
@@ -55,11 +74,13 @@ fn spare_memory_keeps_everything() {
 fn without_waiting_gradients_nothing_spills() {
     let table = table(6, false);
     let Err(BudgetError::TooSmall { needed_bytes, .. }) =
-        Limits::new(&table, SHAPE, WORKSPACE, false, 0)
+        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, false, 0)
     else {
         panic!("accepted")
     };
-    let limits = Limits::new(&table, SHAPE, WORKSPACE, false, needed_bytes as usize).unwrap();
+    let limits =
+        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, false, needed_bytes as usize)
+            .unwrap();
     assert!(!limits.spilled.contains(&true));
 }
 
@@ -68,7 +89,10 @@ fn what_stays_in_memory_fits_the_limit() {
     let table = table(9, true);
     let mut last = None;
     for ram_bytes in (0..24 << 20).step_by(100_000) {
-        let Ok(limits) = Limits::new(&table, SHAPE, WORKSPACE, true, ram_bytes) else { continue };
+        let Ok(limits) = Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, ram_bytes)
+        else {
+            continue;
+        };
         let sum: usize =
             (1..11).filter(|&l| !limits.spilled[l]).map(|l| limits.layer_gradient_bytes[l]).sum();
         let making = limits.layer_gradient_bytes[0] + 2 * limits.layer_gradient_bytes[1];

@@ -18,7 +18,11 @@ fn table(tied: bool) -> LayerTable {
 }
 
 fn text(tied: bool) -> String {
-    Layout::new(&table(tied), &config(tied), Map::new()).unwrap().to_json()
+    text_of(StateLayout::F32, tied)
+}
+
+fn text_of(state: StateLayout, tied: bool) -> String {
+    Layout::new(&table(tied), state, &config(tied), Map::new()).unwrap().to_json()
 }
 
 #[test]
@@ -26,6 +30,22 @@ fn layouts_survive_a_round_trip() {
     for tied in [true, false] {
         let read = Layout::from_json(text(tied).as_bytes()).unwrap();
         assert_eq!(read.table, table(tied));
+    }
+    for state in StateLayout::ALL {
+        let read = Layout::from_json(text_of(state, true).as_bytes()).unwrap();
+        assert_eq!(read.state(), state);
+    }
+}
+
+#[test]
+fn known_planes_in_an_unknown_order_or_number_are_refused() {
+    let whole = text_of(StateLayout::Split8, true);
+    let root: Value = serde_json::from_str(&whole).unwrap();
+    for planes in [vec![1, 0, 2, 3, 4, 5], vec![0, 2, 3, 4], vec![0, 1, 2, 3, 4, 5, 5], vec![]] {
+        let mut edited = root.clone();
+        edited["planes"] = planes.iter().map(|&i| root["planes"][i].clone()).collect();
+        let refused = Layout::from_json(edited.to_string().as_bytes());
+        assert!(matches!(refused, Err(Unusable::Unknown(_))), "{planes:?}");
     }
 }
 
@@ -83,7 +103,7 @@ proptest! {
         if let Ok(layout) = Layout::from_json(&bytes) {
             // Everything later code computes from a table must work.
             for layer in layout.table.layers() {
-                prop_assert!(plane_bytes(layer) > 0);
+                prop_assert!(state_bytes(layer, layout.state()) > 0);
                 prop_assert!(is_plain_name(&layer.name));
                 if layout.table.elements() < 1 << 20 {
                     layout.table.tiles(layer.id);

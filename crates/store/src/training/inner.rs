@@ -11,16 +11,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use model::{Budget, HostBytes, LayerId, Plane, Slot};
+use model::{Budget, HostBytes, LayerId, Slot};
 
 use crate::error::{Done, StoreError};
-use crate::hashes::plane_hashes;
+use crate::hashes::layer_hashes;
 use crate::io::{Access, AfterUse, Guard, Handle, Io, IoDone, IoError, Lock, read_target};
 use crate::layout::{INDEX_FILE, Layout, STORE_FILE};
 use crate::log::{self, Log};
 use crate::opening::{Broken, Pair, SlotTable};
 use crate::record::State;
-use crate::slots::{SlotFiles, remake_slot, remove_slot};
+use crate::slots::{PlaneFile, SlotFiles, remake_slot, remove_slot};
 
 pub(crate) struct Inner {
     pub(crate) io: Arc<dyn Io>,
@@ -170,9 +170,10 @@ impl Inner {
     /// Gives an inactive slot fresh files, whose names are durable.
     pub(crate) fn remake(&self, layer: LayerId, slot: Slot) -> Result<(), StoreError> {
         let spec = self.layout.table.layer(layer);
-        let dir = remake_slot(&*self.io, &self.dir, spec, slot)?;
+        let layout = self.layout.state();
+        let dir = remake_slot(&*self.io, &self.dir, layout, spec, slot)?;
         self.sync_slot_dir(&dir)?;
-        let files = SlotFiles::open(&self.io, &self.dir, spec, slot, Access::ReadWrite)?;
+        let files = SlotFiles::open(&self.io, &self.dir, layout, spec, slot, Access::ReadWrite)?;
         self.tables()[layer.index()][slot as usize] = SlotTable::inactive(files.chunks());
         self.set_files(layer, slot, Some(files));
         Ok(())
@@ -207,7 +208,7 @@ impl Inner {
             let idle = now.slot.other();
             if now.locked && then.locked && self.files_if_any(spec.id, idle).is_some() {
                 self.set_files(spec.id, idle, None);
-                remove_slot(&*self.io, &self.dir, spec, idle)?;
+                remove_slot(&*self.io, &self.dir, self.layout.state(), spec, idle)?;
             }
         }
         Ok(())
@@ -251,25 +252,24 @@ impl Inner {
         self.may_have_idle.store(true, Ordering::Relaxed);
     }
 
-    /// Reads `bytes` of a plane's data.
-    pub(super) fn read_data(
+    /// Reads the values of some parameters from a plane.
+    pub(super) fn read_plane(
         &self,
-        files: &SlotFiles,
-        plane: Plane,
-        bytes: Range<usize>,
+        plane: &PlaneFile,
+        elements: Range<usize>,
         after: AfterUse,
         done: Done<HostBytes>,
     ) {
         if let Err(error) = self.check_poison() {
             return done(Err(error));
         }
-        let file = &files.planes[plane as usize];
-        let offset = file.data_start + bytes.start as u64;
-        match self.io.target(file.file.id(), offset, bytes.len(), &self.budget, after) {
+        let (file, range) = (plane.file.id(), plane.range(elements));
+        let len = (range.end - range.start) as usize;
+        match self.io.target(file, range.start, len, &self.budget, after) {
             Err(error) => done(Err(error)),
             Ok(target) => {
                 let done = Box::new(move |b: Result<_, IoError>| done(b.map_err(Into::into)));
-                read_target(&*self.io, file.file.id(), offset, target, done);
+                read_target(&*self.io, file, range.start, target, done);
             }
         }
     }
@@ -302,7 +302,8 @@ impl Inner {
         for (index, (layer, slots)) in state.layers.iter().zip(tables.iter()).enumerate() {
             let table = &slots[layer.slot as usize];
             assert!(table.hashes_written && !table.unsynced, "layer {index} is not synced");
-            let hashes = table.complete().map(|chunks| plane_hashes(&chunks));
+            let layout = self.layout.state();
+            let hashes = table.complete().map(|chunks| layer_hashes(layout, &chunks));
             assert_eq!(Some(layer.hashes), hashes, "layer {index} has other hashes");
         }
     }

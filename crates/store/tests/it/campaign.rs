@@ -223,8 +223,10 @@ fn contents_are_right(store: &TrainingStore) -> Result<(), String> {
             let read = read.map_err(|e| e.to_string())?;
             store.check_chunk(id, layer.slot, chunk, read.hashes()).map_err(|e| e.to_string())?;
             let first = store.chunk_elements(id, chunk).start;
-            let known = (0..=store.state().step.0 + 4)
-                .any(|step| value(id, model::Plane::Weight, step, first) == read.weight.f32s()[0]);
+            let known = (0..=store.state().step.0 + 4).any(|step| {
+                value(id, model::Plane::Weight, step, first)
+                    == read.plane(model::Plane::Weight).f32s()[0]
+            });
             if !known {
                 return Err(format!("layer {index} holds what nobody wrote"));
             }

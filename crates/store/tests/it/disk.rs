@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use model::{Budget, LayerId, Plane, Slot};
+use model::{Budget, LayerId, Plane, Precision, Slot, Weights};
 use safetensors::SafeTensors;
 use store::{AfterUse, Io, StoreError, TrainingStore, blocking, mmap_engine};
 use tempfile::TempDir;
 
 use crate::support::{
     CONFIG, LOCK_WAIT, assert_contents, create_store, open, read, table, train_step, value,
-    write_layer,
+    weights, write_layer,
 };
 
 /// A new store on a real disk.
@@ -32,7 +32,7 @@ fn state_files_open_in_the_safetensors_crate_bit_for_bit() {
     train_step(&store).unwrap();
     store.close().unwrap();
     for layer in table().layers() {
-        for plane in Plane::ALL {
+        for plane in [Plane::Weight, Plane::ExpAvg, Plane::ExpAvgSq] {
             let path = dir.join(format!("layers/{}/b/{}.safetensors", layer.name, plane.name()));
             let bytes = fs::read(path).unwrap();
             let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -55,7 +55,7 @@ fn no_state_file_is_sparse() {
     let dir = temporary.path().join("s");
     create_store(&mmap_engine(1, true), &dir, CONFIG).unwrap();
     for slot in ["a", "b"] {
-        for plane in Plane::ALL {
+        for plane in [Plane::Weight, Plane::ExpAvg, Plane::ExpAvgSq] {
             let file = format!("layers/1/{slot}/{}.safetensors", plane.name());
             let data = fs::metadata(dir.join(file)).unwrap();
             assert!(data.blocks() * 512 >= data.len(), "{slot} {plane:?}");
@@ -109,7 +109,10 @@ fn a_pipe_in_place_of_any_file_is_named_at_once() {
     let files = ["store.json", "config.json", "commit/00000001.log", "commit/00000001.mirror"]
         .map(String::from)
         .into_iter()
-        .chain(Plane::ALL.map(|plane| format!("{slot}{}.safetensors", plane.name())))
+        .chain(
+            [Plane::Weight, Plane::ExpAvg, Plane::ExpAvgSq]
+                .map(|plane| format!("{slot}{}.safetensors", plane.name())),
+        )
         .chain([format!("{slot}hashes")]);
     for name in files {
         let (path, kept) = (dir.join(&name), temporary.path().join("kept"));
@@ -149,9 +152,11 @@ fn a_mapped_range_is_not_written() {
     let (_temporary, dir, io) = created();
     let (store, _) = open(&io, &dir).unwrap();
     write_layer(&store, LayerId(0), Slot::B, 1).unwrap();
-    let bound =
-        blocking(|done| store.read_weights(LayerId(0), Slot::B, 0..8, AfterUse::Forget, done))
-            .unwrap();
+    let bound = blocking(|done| {
+        let at = (LayerId(0), Slot::B);
+        store.read_weights(at, 0..8, Precision::Exact, AfterUse::Forget, done);
+    });
+    let Ok(Weights::F32(bound)) = bound else { panic!("{bound:?}") };
     let error = write_layer(&store, LayerId(0), Slot::B, 2).unwrap_err();
     assert!(error.to_string().contains("still mapped"), "{error}");
     assert_eq!(bound.f32s()[0], value(LayerId(0), Plane::Weight, 1, 0));
@@ -164,9 +169,9 @@ fn maps_need_no_budget() {
     let (_temporary, dir, io) = created();
     let (store, _) =
         TrainingStore::open(Arc::clone(&io), &dir, Budget::new(16), LOCK_WAIT).unwrap();
-    blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..320, AfterUse::Forget, done))
-        .unwrap();
-    let rows = blocking(|done| store.gather_rows(LayerId(0), Slot::A, 8, vec![1], done));
+    let at = (LayerId(0), Slot::A);
+    weights(&store, at, 0..320).unwrap();
+    let rows = blocking(|done| store.gather_rows(at, 8, &[1], Precision::Exact, done));
     assert!(matches!(rows, Err(StoreError::Memory(_))), "{rows:?}");
 }
 

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use model::{LayerId, Slot};
-use store::{AfterUse, Fault, Faulty, Io, OpKind, StoreError, blocking};
+use store::{Fault, Faulty, Io, OpKind, StoreError, blocking};
 
-use crate::support::{DIR, assert_contents, fresh_image, open, train_step, write_layer};
+use crate::support::{DIR, assert_contents, fresh_image, open, train_step, weights, write_layer};
 
 fn faulty() -> (Arc<Faulty>, Arc<dyn Io>) {
     let faulty = Arc::new(Faulty::over_memory(fresh_image()));
@@ -23,8 +23,7 @@ fn a_failed_sync_poisons_until_the_store_is_opened_again() {
     let syncs = faulty.count(OpKind::Sync);
     let writes = faulty.count(OpKind::Write);
     assert!(matches!(train_step(&store), Err(StoreError::Poisoned { .. })));
-    let read =
-        blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..1, AfterUse::Forget, done));
+    let read = weights(&store, (LayerId(0), Slot::A), 0..1);
     assert!(matches!(read, Err(StoreError::Poisoned { .. })));
     assert!(matches!(store.write_run("{}"), Err(StoreError::Poisoned { .. })));
     assert!(matches!(store.close(), Err(StoreError::Poisoned { .. })));
@@ -80,8 +79,7 @@ fn a_failed_read_is_reported_and_can_be_repeated() {
     let (faulty, io) = faulty();
     let (store, _) = open(&io, Path::new(DIR)).unwrap();
     faulty.fail(OpKind::Read, faulty.count(OpKind::Read) + 1, Fault::Eio);
-    let read =
-        || blocking(|done| store.read_weights(LayerId(0), Slot::A, 0..1, AfterUse::Forget, done));
+    let read = || weights(&store, (LayerId(0), Slot::A), 0..1);
     assert!(matches!(read(), Err(StoreError::Io { context: "read", .. })));
     read().unwrap();
 }
@@ -91,7 +89,7 @@ fn a_mismatch_poisons() {
     let (_, io) = faulty();
     let (store, _) = open(&io, Path::new(DIR)).unwrap();
     let mut chunk = blocking(|done| store.read_chunk(LayerId(1), Slot::A, 0, done)).unwrap();
-    chunk.exp_avg.bytes_mut()[3] ^= 1;
+    chunk.planes_mut()[1].bytes_mut()[3] ^= 1;
     let error = store.check_chunk(LayerId(1), Slot::A, 0, chunk.hashes()).unwrap_err();
     assert!(
         matches!(error, StoreError::Damaged { ref file, .. }

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use model::{Budget, LayerId};
 use store::{
-    AfterUse, Image, Io, Memory, PREVIOUS, ReadingStore, Recovery, RollBack, StoreError,
-    TrainingStore, blocking, mmap_engine,
+    Image, Io, Memory, PREVIOUS, ReadingStore, Recovery, RollBack, StoreError, TrainingStore,
+    mmap_engine,
 };
 
 use crate::history::{contents, ids, trained};
 use crate::lifecycle::TWO_CHUNKS;
-use crate::support::{CONFIG, DIR, assert_contents, create_store, open, read, train_step};
+use crate::support::{CONFIG, DIR, assert_contents, create_store, open, read, train_step, weights};
 
 #[test]
 fn damage_in_a_live_slot_names_the_snapshot_that_heals_it() {
@@ -128,9 +128,8 @@ fn a_locked_layer_that_rots_while_the_store_is_open_is_not_handed_out() {
     store.check_locked(|_, _| {}).unwrap();
     let slot = store.state().layers[0].slot;
     let elements = store.table().layer(layer).elements();
-    let read = |elements: std::ops::Range<usize>| {
-        blocking(|done| store.read_weights(layer, slot, elements, AfterUse::Forget, done)).map(drop)
-    };
+    let read =
+        |elements: std::ops::Range<usize>| weights(&store, (layer, slot), elements).map(drop);
     read(0..elements).unwrap();
     let file = dir.join("layers/embed").join(slot.name()).join("weight.safetensors");
     let bytes = std::fs::OpenOptions::new().write(true).open(file).unwrap();

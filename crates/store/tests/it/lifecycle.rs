@@ -4,15 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Budget, LayerId, Plane, Slot};
+use model::{Budget, LayerId, Plane, Precision, Slot, StateLayout};
 use store::{
-    AfterUse, Image, Io, Memory, NewStore, ReadingStore, RecordKind, StoreError, TrainingStore,
-    blocking, create, direct_engine, memory_engine, mmap_engine,
+    Image, Io, Memory, NewStore, ReadingStore, RecordKind, StoreError, TrainingStore, blocking,
+    create, direct_engine, memory_engine, mmap_engine,
 };
 
 use crate::support::{
     CONFIG, DIR, HeldSyncs, assert_contents, create_store, fresh_image, open, read, table,
-    train_step, value, write_layer,
+    train_step, value, weights, write_layer,
 };
 
 /// Layers above one chunk, in both an even and an odd number of bytes past it.
@@ -87,21 +87,19 @@ fn weights_and_rows_are_read_where_they_are() {
         let (store, _) = open(&io, &dir).unwrap();
         let layer = LayerId(0);
         let range = 1_000_000..1_150_001;
-        let block = blocking(|done| {
-            store.read_weights(layer, Slot::A, range.clone(), AfterUse::Forget, done);
-        })
-        .unwrap();
-        let expected = range.map(|i| value(layer, Plane::Weight, 0, i));
-        assert!(block.f32s().iter().copied().eq(expected));
+        let at = (layer, Slot::A);
+        let read = weights(&store, at, range.clone()).unwrap();
+        assert!(read.into_iter().eq(range.map(|i| value(layer, Plane::Weight, 0, i))));
 
-        let ids = vec![1200, 0, 7, 7];
-        let rows =
-            blocking(|done| store.gather_rows(layer, Slot::A, 1024, ids.clone(), done)).unwrap();
+        let ids = [1200, 0, 7, 7];
+        let gather =
+            |ids: &[u32]| blocking(|done| store.gather_rows(at, 1024, ids, Precision::Exact, done));
+        let rows = gather(&ids).unwrap().into_f32();
         let expected = ids.iter().flat_map(|&id| {
             (0..1024).map(move |i| value(layer, Plane::Weight, 0, id as usize * 1024 + i))
         });
         assert!(rows.f32s().iter().copied().eq(expected));
-        let beyond = blocking(|done| store.gather_rows(layer, Slot::A, 1024, vec![1201], done));
+        let beyond = gather(&[1201]);
         assert!(matches!(beyond, Err(StoreError::Invalid(_))), "{beyond:?}");
     }
 }
@@ -112,12 +110,10 @@ fn a_pending_slot_is_readable_before_its_commit() {
     let (store, _) = open(&io, Path::new(DIR)).unwrap();
     let layer = LayerId(2);
     write_layer(&store, layer, Slot::B, 1).unwrap();
-    let block =
-        blocking(|done| store.read_weights(layer, Slot::B, 3..9, AfterUse::Forget, done)).unwrap();
-    assert!(block.f32s().iter().copied().eq((3..9).map(|i| value(layer, Plane::Weight, 1, i))));
-    let live =
-        blocking(|done| store.read_weights(layer, Slot::A, 3..4, AfterUse::Forget, done)).unwrap();
-    assert_eq!(live.f32s(), [value(layer, Plane::Weight, 0, 3)]);
+    let written = weights(&store, (layer, Slot::B), 3..9).unwrap();
+    assert!(written.into_iter().eq((3..9).map(|i| value(layer, Plane::Weight, 1, i))));
+    let live = weights(&store, (layer, Slot::A), 3..4).unwrap();
+    assert_eq!(live, [value(layer, Plane::Weight, 0, 3)]);
 }
 
 #[test]
@@ -309,6 +305,7 @@ fn a_dropped_writer_removes_what_it_made() {
     let new = NewStore {
         config_json: CONFIG,
         table: &table,
+        layout: StateLayout::F32,
         files: vec![],
         defaults: Default::default(),
     };
@@ -325,8 +322,8 @@ fn bad_file_names_are_refused() {
     let table = table();
     for name in ["../x", "store.json", "a/b", "", ".", "/etc/x"] {
         let files = vec![(name.to_owned(), vec![])];
-        let new =
-            NewStore { config_json: CONFIG, table: &table, files, defaults: Default::default() };
+        let (layout, defaults) = (StateLayout::F32, Default::default());
+        let new = NewStore { config_json: CONFIG, table: &table, layout, files, defaults };
         let made = create(memory_engine(), Path::new(DIR), &new);
         assert!(matches!(made, Err(StoreError::Invalid(_))), "{name}");
     }

@@ -9,6 +9,7 @@ mod disk;
 mod faults;
 mod healing;
 mod history;
+mod layouts;
 mod lifecycle;
 mod mutations;
 mod neighbours;

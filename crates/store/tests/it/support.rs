@@ -1,11 +1,15 @@
 //! A tiny model, contents that follow from the step, and a stand-in for an optimizer step.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use model::{Attempt, Budget, HostBytes, LayerId, LayerTable, ModelConfig, Plane, Slot, Step};
+use model::{
+    Attempt, Budget, LayerId, LayerTable, ModelConfig, Plane, PlaneType, Precision, Slot,
+    StateLayout, Step, Weights,
+};
 use store::{
     Access, AfterUse, FileId, Guard, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind,
     Memory, NewStore, Op, ReadingStore, RecordKind, Recovery, StateChunk, StoreError, Target,
@@ -42,10 +46,19 @@ pub(crate) fn trained(layer: LayerId, step: u64) -> u64 {
 }
 
 pub(crate) fn create_store(io: &Arc<dyn Io>, dir: &Path, config: &str) -> Result<(), StoreError> {
+    create_store_in(StateLayout::F32, io, dir, config)
+}
+
+pub(crate) fn create_store_in(
+    layout: StateLayout,
+    io: &Arc<dyn Io>,
+    dir: &Path,
+    config: &str,
+) -> Result<(), StoreError> {
     let table = table_of(config);
     let files = vec![("tokenizer.json".to_owned(), b"{}".to_vec())];
     let defaults = serde_json_map();
-    let new = NewStore { config_json: config, table: &table, files, defaults };
+    let new = NewStore { config_json: config, table: &table, layout, files, defaults };
     let mut writer = create(Arc::clone(io), dir, &new)?;
     for layer in table.layers() {
         let values: Vec<f32> =
@@ -83,19 +96,43 @@ pub(crate) fn read(io: &Arc<dyn Io>, dir: &Path) -> Result<ReadingStore, StoreEr
     ReadingStore::open(Arc::clone(io), dir, LOCK_WAIT)
 }
 
-fn filled(
-    store: &TrainingStore,
+/// What some parameters of a layer hold after `step`.
+pub(crate) fn contents(
+    layout: StateLayout,
     layer: LayerId,
-    plane: Plane,
     step: u64,
-    chunk: usize,
-) -> HostBytes {
-    let elements = store.chunk_elements(layer, chunk);
-    let mut block = HostBytes::zeroed(elements.len() * 4);
-    for (out, i) in block.f32s_mut().iter_mut().zip(elements) {
-        *out = value(layer, plane, step, i);
+    elements: Range<usize>,
+) -> StateChunk {
+    let budget = Budget::new(layout.bytes(elements.len()) + (1 << 20));
+    let mut chunk = StateChunk::unwritten(layout, elements.len(), &budget).unwrap();
+    let weights: Vec<f32> =
+        elements.clone().map(|i| value(layer, Plane::Weight, step, i)).collect();
+    let mut weights = Weights::from_f32(layout, &weights).into_blocks().into_iter();
+    for (spec, block) in layout.planes().iter().zip(chunk.planes_mut()) {
+        let values = elements.clone().step_by(spec.block);
+        let values = values.map(|i| value(layer, spec.plane, step, i));
+        match (spec.plane.state(), spec.dtype) {
+            (0, _) => block.bytes_mut().copy_from_slice(weights.next().unwrap().bytes()),
+            (_, PlaneType::U8) => {
+                let codes = values.map(|v| v.to_bits().to_le_bytes()[1]);
+                block.bytes_mut().iter_mut().zip(codes).for_each(|(to, v)| *to = v);
+            }
+            _ => block.f32s_mut().iter_mut().zip(values).for_each(|(to, v)| *to = v),
+        }
     }
-    block
+    chunk
+}
+
+/// Weights as float32.
+pub(crate) fn weights(
+    store: &TrainingStore,
+    at: (LayerId, Slot),
+    elements: Range<usize>,
+) -> Result<Vec<f32>, StoreError> {
+    let read = blocking(|done| {
+        store.read_weights(at, elements, Precision::Exact, AfterUse::Forget, done);
+    });
+    Ok(read?.into_f32().f32s().to_vec())
 }
 
 /// Writes the slots of the step after the last commit and commits it.
@@ -125,9 +162,7 @@ pub(crate) fn write_layer(
     step: u64,
 ) -> Result<[u64; 3], StoreError> {
     for chunk in 0..store.chunks(layer) {
-        let [weight, exp_avg, exp_avg_sq] =
-            Plane::ALL.map(|plane| filled(store, layer, plane, step, chunk));
-        let bytes = StateChunk { weight, exp_avg, exp_avg_sq };
+        let bytes = contents(store.layout(), layer, step, store.chunk_elements(layer, chunk));
         let hashes = bytes.hashes();
         blocking(|done| store.write_chunk(layer, slot, chunk, bytes, hashes, done))?;
     }
@@ -143,11 +178,11 @@ pub(crate) fn assert_contents(store: &TrainingStore, step: u64) {
         for chunk in 0..store.chunks(id) {
             let read = blocking(|done| store.read_chunk(id, layer.slot, chunk, done)).unwrap();
             store.check_chunk(id, layer.slot, chunk, read.hashes()).unwrap();
-            let planes = [&read.weight, &read.exp_avg, &read.exp_avg_sq];
-            for (plane, block) in Plane::ALL.into_iter().zip(planes) {
-                let elements = store.chunk_elements(id, chunk);
-                let expected = elements.map(|i| value(id, plane, trained(id, step), i));
-                assert!(block.f32s().iter().copied().eq(expected), "layer {index} {plane:?}");
+            let elements = store.chunk_elements(id, chunk);
+            let expected = contents(store.layout(), id, trained(id, step), elements);
+            for plane in store.layout().planes().iter().map(|spec| spec.plane) {
+                let (read, expected) = (read.plane(plane), expected.plane(plane));
+                assert!(read.bytes() == expected.bytes(), "layer {index} {plane:?}");
             }
         }
     }
