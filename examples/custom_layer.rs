@@ -7,7 +7,8 @@ use std::sync::mpsc::channel;
 
 use anyhow::{Context, bail, ensure};
 use compute::{
-    Command, CpuDevice, Device, Gradient, MicroShape, Outcome, TensorId, WeightsId, reference,
+    Command, ComputeDtype, CpuDevice, Device, Gradient, MicroShape, Outcome, TensorId, WeightsId,
+    reference,
 };
 use model::{Budget, HostBytes, LayerSpec, LayerTable, ModelConfig, Role, TileId, Weights};
 
@@ -30,7 +31,7 @@ fn main() -> anyhow::Result<()> {
     let (w, x, dy) = (noise(1, layer.elements()), noise(2, width), noise(3, width));
 
     let threads = Arc::new(rayon::ThreadPoolBuilder::new().build()?);
-    let mut device = CpuDevice::new(&config, Budget::new(64 << 20), threads);
+    let mut device = CpuDevice::new(&config, ComputeDtype::F32, Budget::new(64 << 20), threads);
     let (y, gradient) = forward_and_backward(&mut device, layer, &w, &x, &dy)?;
 
     let exact = reference::decoder_forward(&config, layer, &w, SHAPE, &x);

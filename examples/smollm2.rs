@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use actors::Forward;
 use anyhow::{Context, ensure};
-use compute::CpuDevice;
+use compute::{ComputeDtype, CpuDevice};
 use data::Tokenizer;
 use model::{Budget, ModelConfig, RunShape};
 use store::{ReadingStore, mmap_engine};
@@ -89,7 +89,7 @@ fn sample(dir: &Path) -> anyhow::Result<String> {
     let store = ReadingStore::open(mmap_engine(2, true), dir, Duration::ZERO)?;
     let config = ModelConfig::from_json(store.config_json())?;
     let threads = Arc::new(rayon::ThreadPoolBuilder::new().build()?);
-    let device = CpuDevice::new(&config, Budget::new(RAM_BYTES), threads);
+    let device = CpuDevice::new(&config, ComputeDtype::F32, Budget::new(RAM_BYTES), threads);
     let mut forward = Forward::new(&store, Box::new(device));
     let tokenizer = Tokenizer::load(dir)?;
     let mut ids = tokenizer.encode(PROMPT)?;

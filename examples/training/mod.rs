@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use actors::{Clip, Event, FaultPlan, Observer, Patience, Solo, SoloConfig, StepReport};
 use anyhow::ensure;
-use compute::{CpuDevice, Device, MicroShape};
+use compute::{ComputeDtype, CpuDevice, Device, MicroShape};
 use data::{Order, Plan, Rows, Sampler, Tokenizer};
 use model::{Budget, Limits, ModelConfig, RunShape};
 use optim::{AdamW, LrSchedule, Schedule};
@@ -80,7 +80,7 @@ fn configure(
 ) -> anyhow::Result<SoloConfig> {
     let shape = lesson.shape;
     let micro = MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    let workspace = compute::workspace(&config, store.layout(), micro);
+    let workspace = compute::workspace(&config, ComputeDtype::F32, store.layout(), micro);
     let limits =
         Limits::new(store.table(), store.layout(), shape, workspace, true, budget.total_bytes())?;
     let order = Order { seed: 0, rows: rows.rows(), shuffle: true };
@@ -88,7 +88,7 @@ fn configure(
     let (device_budget, device_threads) = (budget.clone(), Arc::clone(&threads));
     let open_device = move || {
         let (budget, threads) = (device_budget.clone(), Arc::clone(&device_threads));
-        Box::new(CpuDevice::new(&config, budget, threads)) as Box<dyn Device>
+        Box::new(CpuDevice::new(&config, ComputeDtype::F32, budget, threads)) as Box<dyn Device>
     };
     Ok(SoloConfig {
         store: Arc::new(store),

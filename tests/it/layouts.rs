@@ -28,15 +28,26 @@ fn converted(lab: &Lab, store: &str, layout: &str, name: &str) -> String {
 
 #[test]
 fn split_trains_as_f32_bit_for_bit() {
+    split_equals_f32("f32", &FAMILIES);
+}
+
+#[test]
+fn split_trains_as_f32_bit_for_bit_where_products_are_of_bf16() {
+    let wide = Tiny { family: "llama", tied: true, layers: 2, hidden: 96 };
+    split_equals_f32("bf16", &[FAMILIES[1], FAMILIES[2], FAMILIES[3], wide]);
+}
+
+fn split_equals_f32(dtype: &str, models: &[Tiny]) {
     let lab = Lab::new();
     let text = lab.text("text.txt", 60);
-    for model in FAMILIES {
-        let name = model.name();
+    for (at, model) in models.iter().enumerate() {
+        let name = format!("{}{at}", model.name());
         let ends: Vec<_> = [("f32", "mmap"), ("split", "mmap"), ("split", "direct")]
             .into_iter()
             .map(|(layout, engine)| {
-                let store = store(&lab, &format!("{name}-{layout}-{engine}"), model, layout);
-                let ways = ["--io", engine, "--micro-rows", "2", "--data", &text];
+                let store = store(&lab, &format!("{name}-{layout}-{engine}"), *model, layout);
+                let numbers = ["--compute-dtype", dtype, "--micro-rows", "2"];
+                let ways = [&numbers[..], &["--io", engine, "--data", &text]].concat();
                 train(&store, &[&STEPS[..], &ways].concat()).expect(0);
                 ftactor(&["verify", "--store", &store]).expect(0);
                 let whole = converted(&lab, &store, "f32", &format!("{name}-{layout}-{engine}-f"));
@@ -86,6 +97,25 @@ fn every_layout_learns_and_its_bits_survive_kills_policies_threads_and_budgets()
         train(&killed, more).expect(0);
         assert_eq!(state(&killed), want, "{layout}");
     }
+}
+
+#[test]
+fn a_run_keeps_what_it_computes_with() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let mut ends = Vec::new();
+    for dtype in ["f32", "bf16"] {
+        let store = store(&lab, dtype, FAMILIES[0], "split8");
+        let args = [&STEPS[..], &["--compute-dtype", dtype, "--data", &text]].concat();
+        train(&store, &args).expect(0);
+        assert_eq!(inspect(&store)["run"]["compute-dtype"], dtype);
+        let other = if dtype == "f32" { "bf16" } else { "f32" };
+        let refused = train(&store, &["--steps", "9", "--compute-dtype", other]).expect(2);
+        refused.says(&["--compute-dtype", dtype]);
+        train(&store, &["--steps", "9"]).expect(0);
+        ends.push(state(&store));
+    }
+    assert_ne!(ends[0].1, ends[1].1);
 }
 
 #[test]

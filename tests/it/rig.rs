@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use actors::{Clip, Event, FaultPlan, Observer, Patience, Solo, SoloConfig, StepReport, Summary};
-use compute::{Command, CpuDevice, Device, Done, Gradient, MicroShape, Outcome};
+use compute::{Command, ComputeDtype, CpuDevice, Device, Done, Gradient, MicroShape, Outcome};
 use data::{Cursor, Order, Plan, Rows, Sampler, Tokenizer};
 use model::{Budget, BudgetError, LayerId, Limits, ModelConfig, RunShape};
 use optim::{AdamW, LrSchedule, Schedule};
@@ -211,7 +211,7 @@ impl Rig {
     ) -> SoloConfig {
         let config = ModelConfig::from_json(store.config_json()).unwrap();
         let micro = MicroShape { rows: SHAPE.micro_rows, seq_len: SHAPE.seq_len };
-        let workspace = compute::workspace(&config, store.layout(), micro);
+        let workspace = compute::workspace(&config, ComputeDtype::F32, store.layout(), micro);
         let limits = |ram_bytes| {
             let deferred = ask.policy == Policy::Deferred;
             Limits::new(store.table(), store.layout(), SHAPE, workspace, deferred, ram_bytes)
@@ -227,7 +227,7 @@ impl Rig {
         let (device_budget, device_threads) = (budget.clone(), Arc::clone(&threads));
         let open_device = move || {
             let (budget, threads) = (device_budget.clone(), Arc::clone(&device_threads));
-            let inner = CpuDevice::new(&config, budget, threads);
+            let inner = CpuDevice::new(&config, ComputeDtype::F32, budget, threads);
             let (wrong, losses) = (wrong.clone(), Arc::clone(&losses));
             Box::new(Liar { inner, wrong, losses }) as Box<dyn Device>
         };

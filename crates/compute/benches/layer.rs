@@ -1,7 +1,7 @@
 //! Seconds of a layer's forward and backward and of the head, against what the processor can do.
 //!
 //! Two microbatch rows of 512 tokens, two threads. The bound is fused multiply-adds in registers, on
-//! every thread at once, in the same run. Prints a table and one JSON line. How fast a library's
+//! every thread at once, in the same run; in float32, also for products of bfloat16 operands. Prints a table and one JSON line. How fast a library's
 //! product is here says `tests/peers/faer`.
 //! `cargo bench -p compute --bench layer`
 #![allow(unsafe_code)]
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use compute::{Command, CpuDevice, Device, MicroShape, Outcome, TensorId, WeightsId};
+use compute::{Command, ComputeDtype, CpuDevice, Device, MicroShape, Outcome, TensorId, WeightsId};
 use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, TileId, Weights};
 
 const SHAPE: MicroShape = MicroShape { rows: 2, seq_len: 512 };
@@ -50,11 +50,14 @@ fn main() {
     }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(THREADS).build();
     let pool = Arc::new(pool.expect("a pool of threads"));
+    let dtypes = [("f32", ComputeDtype::F32), ("bf16", ComputeDtype::Bf16)];
     let rows: Vec<Row> = MODELS
         .iter()
-        .flat_map(|(name, config)| {
+        .flat_map(|model| dtypes.map(|dtype| (model, dtype)))
+        .flat_map(|((name, config), (dtype_name, dtype))| {
             let config = ModelConfig::from_json(config).expect("a valid config");
-            let device = CpuDevice::new(&config, Budget::new(8 << 30), Arc::clone(&pool));
+            let name = &format!("{name} {dtype_name}");
+            let device = CpuDevice::new(&config, dtype, Budget::new(8 << 30), Arc::clone(&pool));
             let mut bench = Bench { device, table: LayerTable::new(&config), config };
             let before = bound(&pool);
             let mut rows = bench.layer(name);
@@ -235,11 +238,11 @@ fn random(elements: usize) -> HostBytes {
 
 fn report(rows: &[Row]) {
     println!("{THREADS} threads, {} tokens; bound: GFLOP/s of fused multiply-adds", SHAPE.tokens());
-    println!("{:40} {:>9} {:>9} {:>6} {:>6}", "command", "ms", "GFLOP/s", "bound", "share");
+    println!("{:48} {:>9} {:>9} {:>6} {:>6}", "command", "ms", "GFLOP/s", "bound", "share");
     for row in rows {
         let (name, ms, rate) = (&row.name, row.seconds * 1e3, row.product_gflops);
         let (bound, share) = (row.bound_gflops, rate / row.bound_gflops);
-        println!("{name:40} {ms:>9.2} {rate:>9.0} {bound:>6.0} {share:>6.2}");
+        println!("{name:48} {ms:>9.2} {rate:>9.0} {bound:>6.0} {share:>6.2}");
     }
     let commands: Vec<_> = rows
         .iter()

@@ -16,8 +16,9 @@ use std::thread::JoinHandle;
 use model::{Budget, ModelConfig};
 use rayon::ThreadPool;
 
-use crate::{Command, Device, DeviceError, Done, Outcome};
+use crate::{Command, ComputeDtype, Device, DeviceError, Done, Outcome};
 
+mod bound;
 mod decoder;
 mod gradients;
 mod head;
@@ -27,7 +28,7 @@ mod workspace;
 use state::State;
 pub use workspace::workspace;
 
-/// Layers on the CPU, in float32.
+/// Layers on the CPU.
 pub struct CpuDevice {
     /// `None` only while the device is dropped.
     queue: Option<Sender<(Command, Done)>>,
@@ -40,9 +41,14 @@ impl CpuDevice {
     ///
     /// # Panics
     /// If the operating system refuses a thread.
-    pub fn new(config: &ModelConfig, budget: Budget, threads: Arc<ThreadPool>) -> CpuDevice {
+    pub fn new(
+        config: &ModelConfig,
+        dtype: ComputeDtype,
+        budget: Budget,
+        threads: Arc<ThreadPool>,
+    ) -> CpuDevice {
         let (queue, commands) = channel();
-        let mut state = State::new(config, budget);
+        let mut state = State::new(config, dtype, budget);
         let thread = std::thread::Builder::new()
             .name("compute".into())
             .spawn(move || serve(&mut state, &commands, &threads))

@@ -9,6 +9,7 @@
 mod attention;
 mod cpu;
 mod device;
+mod os;
 mod product;
 pub mod reference;
 mod rows;
@@ -19,3 +20,4 @@ pub use device::{
     Command, Device, DeviceError, Done, Gradient, MicroShape, NO_TARGET, Outcome, TensorId,
     WeightsId,
 };
+pub use product::ComputeDtype;

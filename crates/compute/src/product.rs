@@ -1,7 +1,7 @@
-//! Matrix products of row-major float32 matrices.
+//! Matrix products of row-major matrices, in float32 or of operands rounded to bfloat16.
 //!
 //! Invariants:
-//! - an element's arithmetic depends on k alone (see [`kernel`]), never on block shapes, threads or
+//! - in float32 an element's arithmetic depends on k alone (see [`kernel`]), never on block shapes, threads or
 //!   the instruction set;
 //! - B's columns are packed once per product and shared by all threads, in pieces of at most
 //!   [`PACKED_BYTES`].
@@ -15,9 +15,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use model::HostBytes;
 use rayon::prelude::*;
 
+mod bf16;
 mod kernel;
 mod lane;
 mod matrix;
+mod pairs;
 
 pub(crate) use kernel::{DEPTH, Packed};
 use kernel::{Isa, Left};
@@ -38,25 +40,72 @@ const TASK_ROWS: usize = 192;
 const TASK_COLUMNS: usize = 640;
 const TASKS_PER_THREAD: usize = 4;
 
-/// `C [m, n] (+)= A [m, k] * B [n, k]^T`
-pub(crate) fn nt(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
-    let (m, n) = (a.len() / k, b.len() / k);
-    let (a, b) = (MatRef::new(a, m, k), MatRef::new(b, n, k).transpose());
-    parallel(MatMut::new(c, m, n), accum, a, b);
+/// What a device multiplies with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ComputeDtype {
+    /// float32 throughout: the same bits on every processor.
+    #[default]
+    F32,
+    /// Operands of products with weights are rounded to bfloat16 and summed in float32; all else is
+    /// float32. Bits depend on the processor's instructions.
+    Bf16,
 }
 
-/// `C [m, n] (+)= A [m, k] * B [k, n]`
-pub(crate) fn nn(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
-    let (m, n) = (a.len() / k, b.len() / k);
-    let (a, b) = (MatRef::new(a, m, k), MatRef::new(b, k, n));
-    parallel(MatMut::new(c, m, n), accum, a, b);
+/// A matrix as it lies in memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Values<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [u16]),
 }
 
-/// `C [m, n] (+)= A [k, m]^T * B [k, n]`
-pub(crate) fn tn(c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
-    let (m, n) = (a.len() / k, b.len() / k);
-    let (a, b) = (MatRef::new(a, k, m).transpose(), MatRef::new(b, k, n));
-    parallel(MatMut::new(c, m, n), accum, a, b);
+impl Values<'_> {
+    fn len(self) -> usize {
+        match self {
+            Values::F32(values) => values.len(),
+            Values::Bf16(values) => values.len(),
+        }
+    }
+}
+
+impl ComputeDtype {
+    /// `C [m, n] (+)= A [m, k] * B [n, k]^T`
+    pub(crate) fn nt(self, c: &mut [f32], accum: Accum, a: &[f32], b: Values<'_>, k: usize) {
+        let (m, n) = (a.len() / k, b.len() / k);
+        let (c, a) = (MatMut::new(c, m, n), MatRef::new(a, m, k));
+        match b {
+            Values::F32(b) => self.run(c, accum, a, MatRef::new(b, n, k).transpose()),
+            Values::Bf16(b) => self.run_halves(c, accum, a, MatRef::new(b, n, k).transpose()),
+        }
+    }
+
+    /// `C [m, n] (+)= A [m, k] * B [k, n]`
+    pub(crate) fn nn(self, c: &mut [f32], accum: Accum, a: &[f32], b: Values<'_>, k: usize) {
+        let (m, n) = (a.len() / k, b.len() / k);
+        let (c, a) = (MatMut::new(c, m, n), MatRef::new(a, m, k));
+        match b {
+            Values::F32(b) => self.run(c, accum, a, MatRef::new(b, k, n)),
+            Values::Bf16(b) => self.run_halves(c, accum, a, MatRef::new(b, k, n)),
+        }
+    }
+
+    /// `C [m, n] (+)= A [k, m]^T * B [k, n]`
+    pub(crate) fn tn(self, c: &mut [f32], accum: Accum, a: &[f32], b: &[f32], k: usize) {
+        let (m, n) = (a.len() / k, b.len() / k);
+        let (a, b) = (MatRef::new(a, k, m).transpose(), MatRef::new(b, k, n));
+        self.run(MatMut::new(c, m, n), accum, a, b);
+    }
+
+    fn run(self, c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_>) {
+        match self {
+            ComputeDtype::F32 => parallel(c, accum, a, b),
+            ComputeDtype::Bf16 => bf16::parallel(c, accum, a, b),
+        }
+    }
+
+    fn run_halves(self, c: MatMut<'_>, accum: Accum, a: MatRef<'_>, b: MatRef<'_, u16>) {
+        assert_eq!(self, ComputeDtype::Bf16, "float32 products are of float32 values");
+        bf16::parallel(c, accum, a, b);
+    }
 }
 
 /// Taken while in use; a device computes one product at a time.
@@ -143,6 +192,7 @@ fn equal_parts(len: usize, most: usize, unit: usize) -> impl Iterator<Item = Ran
 mod tests {
     use proptest::prelude::*;
 
+    use super::ComputeDtype::F32;
     use super::*;
 
     fn values(n: usize, seed: usize) -> Vec<f32> {
@@ -165,6 +215,9 @@ mod tests {
             let k = if long == 0 { 250 + 7 * k } else { k };
             let (a, b) = (values(m * k, 1), values(n * k, 2));
             type Product = fn(&mut [f32], Accum, &[f32], &[f32], usize);
+            let nt: Product = |c, accum, a, b, k| F32.nt(c, accum, a, Values::F32(b), k);
+            let nn: Product = |c, accum, a, b, k| F32.nn(c, accum, a, Values::F32(b), k);
+            let tn: Product = |c, accum, a, b, k| F32.tn(c, accum, a, b, k);
             let cases: [(Product, Vec<f32>); 3] = [
                 (nt, plain(m, n, k, |i, j, l| a[i * k + l] * b[j * k + l])),
                 (nn, plain(m, n, k, |i, j, l| a[i * k + l] * b[l * n + j])),
@@ -194,7 +247,7 @@ mod tests {
         let (a, b) = (fractions(m * k, 1), fractions(k * n, 2));
         let along: Vec<f32> = (0..m * k).map(|e| a[e % m * k + e / m]).collect();
         let mut whole = vec![0.0; m * n];
-        nn(&mut whole, Accum::Replace, &a, &b, k);
+        F32.nn(&mut whole, Accum::Replace, &a, Values::F32(&b), k);
         let ways = [
             (MatRef::new(&a, m, k), false),
             (MatRef::new(&along, k, m).transpose(), false),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use actors::Forward;
 use anyhow::Context;
+use compute::ComputeDtype;
 use convert::{Destination, Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import_hf};
 use data::Tokenizer;
 use model::{Budget, ModelConfig, StateLayout};
@@ -412,5 +413,5 @@ fn forward<'s>(
 ) -> anyhow::Result<Forward<'s>> {
     let threads = machine::threads(threads)?;
     let budget = Budget::new((machine::available_ram_bytes() / 2) as usize);
-    Ok(Forward::new(store, machine::cpu(config, &budget, &Arc::clone(&threads))))
+    Ok(Forward::new(store, machine::cpu(config, ComputeDtype::F32, &budget, &threads)))
 }

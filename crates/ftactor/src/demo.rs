@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use actors::Forward;
 use anyhow::Context;
+use compute::ComputeDtype;
 use convert::{Destination, Init, InitTokenizer};
 use data::{BYTES_VOCAB_SIZE, Tokenizer};
 use model::{Budget, ModelConfig};
@@ -132,7 +133,8 @@ struct Measured {
 fn measure(store: &Path, held_out: &Path) -> anyhow::Result<Measured> {
     let reading = ReadingStore::open(machine::engine(0), store, Duration::from_secs(10))?;
     let config = ModelConfig::from_json(reading.config_json())?;
-    let device = machine::cpu(&config, &Budget::new(256 << 20), &machine::threads(None)?);
+    let device =
+        machine::cpu(&config, ComputeDtype::F32, &Budget::new(256 << 20), &machine::threads(None)?);
     let mut forward = Forward::new(&reading, device);
     let rows = text::eval_rows(store, &config, &[held_out.to_path_buf()], SEQ_LEN)?;
     let loss = text::evaluate(&mut forward, &rows, None, &|| false)?.unwrap_or_default().loss();

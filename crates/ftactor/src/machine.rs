@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use actors::FaultPlan;
 use anyhow::Context;
-use compute::{CpuDevice, Device};
+use compute::{ComputeDtype, CpuDevice, Device};
 use model::{Budget, ModelConfig, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use store::{Io, Recovery, StoreError, direct_engine, injected_engine, mmap_engine};
@@ -133,10 +133,11 @@ pub(crate) fn tell(recovery: &Recovery, step: Step) {
 /// Opens the CPU device, once per call.
 pub(crate) fn cpu(
     config: &ModelConfig,
+    dtype: ComputeDtype,
     budget: &Budget,
     threads: &Arc<ThreadPool>,
 ) -> Box<dyn Device> {
-    Box::new(CpuDevice::new(config, budget.clone(), Arc::clone(threads)))
+    Box::new(CpuDevice::new(config, dtype, budget.clone(), Arc::clone(threads)))
 }
 
 /// Bytes of all state files below a store's directory: how large the live state and its twin are.

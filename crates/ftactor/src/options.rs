@@ -187,6 +187,8 @@ pub(crate) enum DeviceChoice {
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ComputeDtype {
     F32,
+    /// Operands rounded to bfloat16, sums in float32
+    Bf16,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

@@ -12,7 +12,8 @@ use store::StoreError;
 
 use crate::exit::{Refused, refuse};
 use crate::options::{
-    DeviceChoice, GuardChoice, TrainOptions, UpdateChoice, parse_auto_lock, parse_clip,
+    ComputeDtype, DeviceChoice, GuardChoice, TrainOptions, UpdateChoice, parse_auto_lock,
+    parse_clip,
 };
 
 const FORMAT: u32 = 1;
@@ -149,7 +150,7 @@ impl RunRecord {
             loss_spike: options.loss_spike,
             auto_lock: options.auto_lock.clone(),
             device: device_kind(options.device).into(),
-            compute_dtype: "f32".into(),
+            compute_dtype: dtype_name(options.compute_dtype).into(),
             data,
             rows_file,
             reset_first: false,
@@ -214,6 +215,14 @@ impl RunRecord {
 
     pub(crate) fn shape(&self) -> RunShape {
         RunShape { batch_rows: self.batch_rows, micro_rows: self.micro_rows, seq_len: self.seq_len }
+    }
+
+    /// What products are computed with.
+    pub(crate) fn dtype(&self) -> compute::ComputeDtype {
+        match self.compute_dtype.as_str() {
+            "bf16" => compute::ComputeDtype::Bf16,
+            _ => compute::ComputeDtype::F32,
+        }
     }
 
     pub(crate) fn clip_rule(&self) -> anyhow::Result<Clip> {
@@ -286,9 +295,9 @@ impl RunRecord {
         if batch_rows.checked_mul(seq_len).is_none_or(|tokens| tokens > MOST_TOKENS) {
             return refuse(format!("--batch-rows {batch_rows}: a step has at most 2^32 tokens"));
         }
-        if self.device != "cpu" || self.compute_dtype != "f32" {
+        if self.device != "cpu" || !["f32", "bf16"].contains(&self.compute_dtype.as_str()) {
             return refuse(format!(
-                "the run computes on {} in {}, this ftactor on cpu in f32",
+                "the run computes on {} in {}, this ftactor on cpu in f32 or bf16",
                 self.device, self.compute_dtype
             ));
         }
@@ -316,6 +325,13 @@ impl RunRecord {
 
 fn first_run() -> u64 {
     1
+}
+
+fn dtype_name(choice: Option<ComputeDtype>) -> &'static str {
+    match choice.unwrap_or(ComputeDtype::F32) {
+        ComputeDtype::F32 => "f32",
+        ComputeDtype::Bf16 => "bf16",
+    }
 }
 
 fn device_kind(choice: Option<DeviceChoice>) -> &'static str {

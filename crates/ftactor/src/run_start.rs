@@ -239,7 +239,7 @@ pub(crate) fn workspace(
 ) -> Workspace {
     let shape = record.shape();
     let micro = compute::MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    compute::workspace(config, layout, micro)
+    compute::workspace(config, record.dtype(), layout, micro)
 }
 
 pub(crate) fn limits(

@@ -364,7 +364,8 @@ fn solo_config(
     let record = &session.record;
     let (config, budget) = (session.config.clone(), session.budget.clone());
     let threads = Arc::clone(&session.threads);
-    let open_device = Arc::new(move || machine::cpu(&config, &budget, &threads));
+    let dtype = record.dtype();
+    let open_device = Arc::new(move || machine::cpu(&config, dtype, &budget, &threads));
     let observer: Arc<dyn Observer> = observer.clone();
     Ok(SoloConfig {
         store: Arc::clone(&session.store),
@@ -403,7 +404,12 @@ fn measure(
     let due =
         |every: Option<u64>| every.is_some_and(|n| n > 0 && step > 0 && step.is_multiple_of(n));
     let forward = || {
-        let device = machine::cpu(&session.config, &session.budget, &session.threads);
+        let device = machine::cpu(
+            &session.config,
+            session.record.dtype(),
+            &session.budget,
+            &session.threads,
+        );
         Forward::new(&*session.store, device)
     };
     if due(options.eval_every) {

@@ -116,6 +116,14 @@ impl HostBytes {
         body
     }
 
+    /// The block as 32-bit words, writable. Panics as [`HostBytes::bytes_mut`].
+    pub fn u32s_mut(&mut self) -> &mut [u32] {
+        // SAFETY: every bit pattern is a u32; alignment and length are checked by `align_to`.
+        let (head, body, tail) = unsafe { self.bytes_mut().align_to_mut::<u32>() };
+        assert!(head.is_empty() && tail.is_empty(), "block is not an array of 32-bit words");
+        body
+    }
+
     /// The block as float32 values, writable. Panics as [`HostBytes::bytes_mut`].
     pub fn f32s_mut(&mut self) -> &mut [f32] {
         // SAFETY: as in `f32s`.

@@ -11,8 +11,9 @@ use std::ops::Range;
 
 use model::{Budget, HostBytes, LayerSpec, ModelConfig, Role};
 
+use super::bound::Ready;
 use crate::attention::Attention;
-use crate::product::{self, Accum};
+use crate::product::{Accum, ComputeDtype, Values};
 use crate::rows::{self, Angles, HeadNorms, Heads, partial_count};
 use crate::{DeviceError, MicroShape};
 
@@ -95,11 +96,12 @@ pub(super) struct Inner {
 }
 
 /// A decoder layer bound to its weights for one command.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(super) struct Decoder<'a> {
     pub(super) config: &'a ModelConfig,
     pub(super) spec: &'a LayerSpec,
-    pub(super) w: &'a [f32],
+    pub(super) w: &'a Ready,
+    pub(super) dtype: ComputeDtype,
     pub(super) shape: MicroShape,
     pub(super) angles: &'a Angles,
     pub(super) budget: &'a Budget,
@@ -119,7 +121,7 @@ impl Decoder<'_> {
         let mut a = self.block(ffn)?;
         rows::swiglu(inner.gate_up.f32s(), a.f32s_mut(), ffn);
         rows::copy(inner.x2.f32s(), y);
-        product::nt(y, Accum::Add, a.f32s(), self.weight(Role::Down), ffn);
+        self.dtype.nt(y, Accum::Add, a.f32s(), self.weight(Role::Down), ffn);
         self.bias(y, Role::DownBias, Role::DownBias);
         Ok(inner)
     }
@@ -129,10 +131,10 @@ impl Decoder<'_> {
         let (c, s) = (self.config, self.sizes());
         let mut h = self.block(s.hidden)?;
         let mut rstd1 = self.block(1)?;
-        rows::norm(x, self.weight(Role::AttentionNorm), self.eps(), h.f32s_mut(), rstd1.f32s_mut());
+        rows::norm(x, self.vector(Role::AttentionNorm), self.eps(), h.f32s_mut(), rstd1.f32s_mut());
         let mut qkv = self.block(s.qkv)?;
         let w = self.weights(Role::Query, Role::Value);
-        product::nt(qkv.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
+        self.dtype.nt(qkv.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
         self.bias(qkv.f32s_mut(), Role::QueryBias, Role::ValueBias);
         let mut raw = self.block(s.raw)?;
         if s.raw > 0 {
@@ -145,15 +147,15 @@ impl Decoder<'_> {
         self.attention().forward(qkv.f32s(), o.f32s_mut(), lse.f32s_mut());
         let mut x2 = self.block(s.hidden)?;
         rows::copy(x, x2.f32s_mut());
-        product::nt(x2.f32s_mut(), Accum::Add, o.f32s(), self.weight(Role::Output), s.query);
+        self.dtype.nt(x2.f32s_mut(), Accum::Add, o.f32s(), self.weight(Role::Output), s.query);
         self.bias(x2.f32s_mut(), Role::OutputBias, Role::OutputBias);
 
-        let w = self.weight(Role::FeedForwardNorm);
+        let w = self.vector(Role::FeedForwardNorm);
         let mut rstd2 = self.block(1)?;
         rows::norm(x2.f32s(), w, self.eps(), h.f32s_mut(), rstd2.f32s_mut());
         let mut gate_up = self.block(2 * c.intermediate_size)?;
         let w = self.weights(Role::Gate, Role::Up);
-        product::nt(gate_up.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
+        self.dtype.nt(gate_up.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
         self.bias(gate_up.f32s_mut(), Role::GateBias, Role::UpBias);
         Ok(Inner { rstd1, raw, qkv, o, lse, x2, rstd2, gate_up })
     }
@@ -172,7 +174,7 @@ impl Decoder<'_> {
         drop(x2);
         let s = self.sizes();
         let mut d_o = self.block(s.query)?;
-        product::nn(d_o.f32s_mut(), Accum::Replace, dy, self.weight(Role::Output), s.hidden);
+        self.dtype.nn(d_o.f32s_mut(), Accum::Replace, dy, self.weight(Role::Output), s.hidden);
         self.weight_gradient(sink.as_mut(), Role::Output, Role::Output, dy, o.f32s());
         self.bias_gradient(sink.as_mut(), Role::OutputBias, Role::OutputBias, dy)?;
 
@@ -186,14 +188,14 @@ impl Decoder<'_> {
         }
 
         let mut h = self.block(s.hidden)?;
-        let w = self.weight(Role::AttentionNorm);
+        let w = self.vector(Role::AttentionNorm);
         rows::norm_again(x, w, rstd1.f32s(), h.f32s_mut());
         self.weight_gradient(sink.as_mut(), Role::Query, Role::Value, dqkv.f32s(), h.f32s());
         self.bias_gradient(sink.as_mut(), Role::QueryBias, Role::ValueBias, dqkv.f32s())?;
         // `h` is free now: it becomes its own gradient.
         let mut dh = h;
         let w = self.weights(Role::Query, Role::Value);
-        product::nn(dh.f32s_mut(), Accum::Replace, dqkv.f32s(), w, s.qkv);
+        self.dtype.nn(dh.f32s_mut(), Accum::Replace, dqkv.f32s(), w, s.qkv);
         self.norm_backward(sink.as_mut(), Role::AttentionNorm, dh.f32s(), x, rstd1.f32s(), dy)
     }
 
@@ -207,7 +209,7 @@ impl Decoder<'_> {
     ) -> Result<(), DeviceError> {
         let s = self.sizes();
         let mut a = self.block(s.ffn)?;
-        product::nn(a.f32s_mut(), Accum::Replace, dy, self.weight(Role::Down), s.hidden);
+        self.dtype.nn(a.f32s_mut(), Accum::Replace, dy, self.weight(Role::Down), s.hidden);
         rows::swiglu_backward(gate_up.f32s_mut(), a.f32s_mut(), s.ffn);
         self.weight_gradient(sink.as_deref_mut(), Role::Down, Role::Down, dy, a.f32s());
         self.bias_gradient(sink.as_deref_mut(), Role::DownBias, Role::DownBias, dy)?;
@@ -215,13 +217,13 @@ impl Decoder<'_> {
 
         let dgate_up = gate_up.f32s();
         let mut h = self.block(s.hidden)?;
-        let w = self.weight(Role::FeedForwardNorm);
+        let w = self.vector(Role::FeedForwardNorm);
         rows::norm_again(x2.f32s(), w, rstd2.f32s(), h.f32s_mut());
         self.weight_gradient(sink.as_deref_mut(), Role::Gate, Role::Up, dgate_up, h.f32s());
         self.bias_gradient(sink.as_deref_mut(), Role::GateBias, Role::UpBias, dgate_up)?;
         let mut dh = h;
         let w = self.weights(Role::Gate, Role::Up);
-        product::nn(dh.f32s_mut(), Accum::Replace, dgate_up, w, 2 * s.ffn);
+        self.dtype.nn(dh.f32s_mut(), Accum::Replace, dgate_up, w, 2 * s.ffn);
         self.norm_backward(sink, Role::FeedForwardNorm, dh.f32s(), x2.f32s(), rstd2.f32s(), dy)
     }
 
@@ -251,7 +253,7 @@ impl Decoder<'_> {
         dx: &mut [f32],
     ) -> Result<(), DeviceError> {
         let mut partials = self.partials(self.config.hidden_size)?;
-        let w = self.weight(role);
+        let w = self.vector(role);
         rows::norm_backward(dh, x, w, rstd, (dx, Accum::Add), partials.f32s_mut());
         if let Some(sink) = sink {
             let range = self.range(role, role);
@@ -271,7 +273,7 @@ impl Decoder<'_> {
     ) {
         let Some(sink) = sink else { return };
         let gradient = &mut sink.values[self.range(first, last)];
-        product::tn(gradient, sink.accum, dy, x, self.shape.tokens());
+        self.dtype.tn(gradient, sink.accum, dy, x, self.shape.tokens());
     }
 
     fn bias_gradient(
@@ -292,16 +294,20 @@ impl Decoder<'_> {
     fn bias(&self, y: &mut [f32], first: Role, last: Role) {
         let range = self.range(first, last);
         if !range.is_empty() {
-            rows::add_bias(y, &self.w[range]);
+            rows::add_bias(y, self.w.vector(range));
         }
     }
 
-    fn weight(&self, role: Role) -> &[f32] {
-        &self.w[self.range(role, role)]
+    fn vector(&self, role: Role) -> &[f32] {
+        self.w.vector(self.range(role, role))
     }
 
-    fn weights(&self, first: Role, last: Role) -> &[f32] {
-        &self.w[self.range(first, last)]
+    fn weight(&self, role: Role) -> Values<'_> {
+        self.weights(role, role)
+    }
+
+    fn weights(&self, first: Role, last: Role) -> Values<'_> {
+        self.w.matrix(self.range(first, last))
     }
 
     /// Elements of the tensors from `first` to `last`; empty if the layer lacks them.
@@ -322,8 +328,8 @@ impl Decoder<'_> {
 
     fn heads(&self) -> Heads<'_> {
         let norms = self.config.qk_norm.then(|| HeadNorms {
-            query: self.weight(Role::QueryNorm),
-            key: self.weight(Role::KeyNorm),
+            query: self.vector(Role::QueryNorm),
+            key: self.vector(Role::KeyNorm),
             eps: self.eps(),
         });
         Heads {

@@ -9,22 +9,20 @@ use std::collections::HashMap;
 
 use model::{
     Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec, Weights,
+    from_bf16, to_bf16,
 };
 
-use rayon::prelude::*;
-
+use super::bound::Ready;
 use super::decoder::{Decoder, Inner, Sink};
 use super::gradients::{Dense, RowGradient};
 use super::head::{self, STATS};
-use crate::product::{self, Accum};
+use crate::product::{Accum, ComputeDtype, Values};
 use crate::rows::{self, Angles, partial_count};
 use crate::{Command, DeviceError, Gradient, MicroShape, NO_TARGET, Outcome, TensorId, WeightsId};
 
-/// Weights that one thread widens at a time.
-const WIDENED: usize = 64 << 10;
-
 pub(super) struct State {
     config: ModelConfig,
+    dtype: ComputeDtype,
     table: LayerTable,
     budget: Budget,
     weights: HashMap<WeightsId, Bound>,
@@ -43,8 +41,26 @@ struct Bound {
     tile: TileSpec,
     /// Until the first command that computes with them: tiles are bound before their turn.
     unused: Option<Weights>,
-    /// float32, from then on.
-    values: HostBytes,
+    /// From then on.
+    ready: Option<Ready>,
+}
+
+impl Bound {
+    /// Every command that computes prepares its weights first.
+    fn ready(&self) -> &Ready {
+        let Some(ready) = &self.ready else { panic!("weights that nobody prepared") };
+        ready
+    }
+
+    /// A vocabulary tile.
+    fn matrix(&self) -> Values<'_> {
+        self.ready().whole()
+    }
+
+    /// The final norm.
+    fn norm(&self) -> &[f32] {
+        self.ready().vector(0..self.tile.elements.len())
+    }
 }
 
 /// The operands of a head command over one vocabulary tile.
@@ -55,9 +71,10 @@ struct HeadOperands {
 }
 
 impl State {
-    pub(super) fn new(config: &ModelConfig, budget: Budget) -> State {
+    pub(super) fn new(config: &ModelConfig, dtype: ComputeDtype, budget: Budget) -> State {
         State {
             config: config.clone(),
+            dtype,
             table: LayerTable::new(config),
             budget,
             weights: HashMap::new(),
@@ -135,8 +152,8 @@ impl State {
         let tile = self.table.tiles(layer).into_iter().nth(tile.0 as usize);
         let tile = tile.ok_or(unknown("tile of the layer", u64::from(layer.0)))?;
         check_bytes("a tile of weights", weights.len() * 4, tile.f32_bytes())?;
-        let (unused, values) = (Some(weights), HostBytes::zeroed(0));
-        self.weights.insert(id, Bound { layer, tile, unused, values });
+        let (unused, ready) = (Some(weights), None);
+        self.weights.insert(id, Bound { layer, tile, unused, ready });
         Ok(())
     }
 
@@ -144,13 +161,9 @@ impl State {
     fn prepare(&mut self, id: WeightsId) -> Result<(), DeviceError> {
         let Some(bound) = self.weights.get_mut(&id) else { return Ok(()) };
         let Some(weights) = bound.unused.take() else { return Ok(()) };
-        if let Weights::F32(values) = weights {
-            bound.values = values;
-            return Ok(());
-        }
-        bound.values = self.budget.block(weights.len() * 4)?;
-        let pieces = bound.values.f32s_mut().par_chunks_mut(WIDENED).enumerate();
-        pieces.for_each(|(i, to)| weights.copy_f32(i * WIDENED, to));
+        let source = self.table.layer(bound.tile.source);
+        let ready = Ready::new(self.dtype, weights, &bound.tile, source, &self.budget)?;
+        bound.ready = Some(ready);
         Ok(())
     }
 
@@ -169,6 +182,10 @@ impl State {
         let mut block = self.tensor(index.len())?;
         for (to, &i) in block.f32s_mut().chunks_exact_mut(width).zip(index) {
             rows.copy_f32(i as usize * width, to);
+        }
+        if self.dtype == ComputeDtype::Bf16 {
+            let round = |value: &mut f32| *value = from_bf16(to_bf16(*value));
+            block.f32s_mut().iter_mut().for_each(round);
         }
         self.tensors.insert(y, block);
         Ok(())
@@ -257,7 +274,7 @@ impl State {
         let mut output = self.tensor(tokens)?;
         let mut rstd = self.budget.block(tokens * 4)?;
         let (x, eps) = (&self.tensors[&x], self.config.norm_eps as f32);
-        rows::norm(x.f32s(), w.values.f32s(), eps, output.f32s_mut(), rstd.f32s_mut());
+        rows::norm(x.f32s(), w.norm(), eps, output.f32s_mut(), rstd.f32s_mut());
         self.tensors.insert(h, output);
         Ok(())
     }
@@ -324,14 +341,16 @@ impl State {
         };
         let stats = self.tensors[&o.stats].f32s();
         head::gradient(dlogits.f32s_mut(), labels, &tile.vocabulary, stats, scale);
-        let w = self.vocabulary_tile(o.weights)?.values.f32s();
-        product::nn(dh_block.f32s_mut(), accum, dlogits.f32s(), w, tile.vocabulary.len());
+        let w = self.vocabulary_tile(o.weights)?.matrix();
+        let (to, columns) = (dh_block.f32s_mut(), tile.vocabulary.len());
+        self.dtype.nn(to, accum, dlogits.f32s(), w, columns);
         self.tensors.insert(dh, dh_block);
         if gradient {
             let mut dense = self.dense_gradient(tile.source)?;
             let (values, accum) = dense.region(tile.elements.clone());
             debug_assert_eq!(values.len(), tile.vocabulary.len() * hidden);
-            product::tn(values, accum, dlogits.f32s(), self.tensors[&o.h].f32s(), tokens);
+            let h = self.tensors[&o.h].f32s();
+            self.dtype.tn(values, accum, dlogits.f32s(), h, tokens);
             self.dense.insert(tile.source, dense);
         }
         Ok(())
@@ -351,7 +370,7 @@ impl State {
         let mut output = self.tensor(tokens)?;
         let mut rstd = self.budget.block(tokens * 4)?;
         let mut partials = self.budget.block(partial_count(tokens) * hidden * 4)?;
-        let w = self.final_norm(weights)?.values.f32s();
+        let w = self.final_norm(weights)?.norm();
         let (eps, x, dh) = (self.config.norm_eps as f32, x.f32s(), dh.f32s());
         rows::norm(x, w, eps, output.f32s_mut(), rstd.f32s_mut());
         let to = (output.f32s_mut(), Accum::Replace);
@@ -382,7 +401,7 @@ impl State {
         }
         let h = &self.tensors[&h].f32s()[token * hidden..][..hidden];
         let mut logits = vec![0.0; bound.tile.vocabulary.len()];
-        product::nt(&mut logits, Accum::Replace, h, bound.values.f32s(), hidden);
+        self.dtype.nt(&mut logits, Accum::Replace, h, bound.matrix(), hidden);
         Ok(Outcome::Logits(logits))
     }
 
@@ -422,7 +441,8 @@ impl State {
         Decoder {
             config: &self.config,
             spec: self.table.layer(bound.layer),
-            w: bound.values.f32s(),
+            w: bound.ready(),
+            dtype: self.dtype,
             shape,
             angles: &self.angles,
             budget: &self.budget,
@@ -435,7 +455,7 @@ impl State {
         let h = self.tensors.get(&o.h).ok_or(unknown("tensor", o.h.0))?.f32s();
         let hidden = self.config.hidden_size;
         let mut logits = self.budget.block(h.len() / hidden * bound.tile.vocabulary.len() * 4)?;
-        product::nt(logits.f32s_mut(), Accum::Replace, h, bound.values.f32s(), hidden);
+        self.dtype.nt(logits.f32s_mut(), Accum::Replace, h, bound.matrix(), hidden);
         Ok(logits)
     }
 

@@ -22,6 +22,11 @@ pub(super) trait Lane: Copy {
     /// # Safety
     /// As for [`Lane::zero`].
     unsafe fn fma(self, by: Self, plus: Self) -> Self;
+    /// The upper and the lower halves of words, as the bfloat16 values that they are.
+    ///
+    /// # Safety
+    /// As for [`Lane::load`].
+    unsafe fn halves(from: *const u32) -> [Self; 2];
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -29,6 +34,8 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::Lane;
+
+    const UPPER: i32 = 0xffff_0000u32 as i32;
 
     impl Lane for __m512 {
         const WIDTH: usize = 16;
@@ -61,6 +68,16 @@ mod x86 {
         unsafe fn fma(self, by: Self, plus: Self) -> Self {
             // SAFETY: as in `zero`.
             unsafe { _mm512_fmadd_ps(self, by, plus) }
+        }
+
+        #[inline(always)]
+        unsafe fn halves(from: *const u32) -> [Self; 2] {
+            // SAFETY: as in `load`.
+            unsafe {
+                let words = _mm512_loadu_si512(from.cast());
+                let upper = _mm512_and_si512(words, _mm512_set1_epi32(UPPER));
+                [_mm512_castsi512_ps(upper), _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))]
+            }
         }
     }
 
@@ -95,6 +112,16 @@ mod x86 {
         unsafe fn fma(self, by: Self, plus: Self) -> Self {
             // SAFETY: as in `zero`.
             unsafe { _mm256_fmadd_ps(self, by, plus) }
+        }
+
+        #[inline(always)]
+        unsafe fn halves(from: *const u32) -> [Self; 2] {
+            // SAFETY: as in `load`.
+            unsafe {
+                let words = _mm256_loadu_si256(from.cast());
+                let upper = _mm256_and_si256(words, _mm256_set1_epi32(UPPER));
+                [_mm256_castsi256_ps(upper), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))]
+            }
         }
     }
 }
@@ -132,5 +159,13 @@ impl Lane for Plain {
     #[inline(always)]
     unsafe fn fma(self, by: Self, plus: Self) -> Self {
         Plain(std::array::from_fn(|i| self.0[i].mul_add(by.0[i], plus.0[i])))
+    }
+
+    #[inline(always)]
+    unsafe fn halves(from: *const u32) -> [Self; 2] {
+        // SAFETY: as in `load`.
+        let words: [u32; 8] = unsafe { *from.cast() };
+        [words.map(|word| word & 0xffff_0000), words.map(|word| word << 16)]
+            .map(|words| Plain(words.map(f32::from_bits)))
     }
 }

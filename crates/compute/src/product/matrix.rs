@@ -9,32 +9,32 @@ use std::ptr::NonNull;
 
 /// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct MatRef<'a> {
-    data: &'a [f32],
+pub(crate) struct MatRef<'a, T = f32> {
+    data: &'a [T],
     rows: usize,
     cols: usize,
     row_stride: usize,
     col_stride: usize,
 }
 
-impl<'a> MatRef<'a> {
+impl<'a, T: Copy> MatRef<'a, T> {
     /// `data [rows, cols]`, row-major.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> MatRef<'a> {
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize) -> MatRef<'a, T> {
         assert_eq!(data.len(), rows * cols, "a matrix has rows x columns elements");
         MatRef { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
-    pub(crate) fn transpose(self) -> MatRef<'a> {
+    pub(crate) fn transpose(self) -> MatRef<'a, T> {
         let MatRef { data, rows, cols, row_stride, col_stride } = self;
         MatRef { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
 
-    pub(crate) fn subrows(self, range: Range<usize>) -> MatRef<'a> {
+    pub(crate) fn subrows(self, range: Range<usize>) -> MatRef<'a, T> {
         assert!(range.start < range.end && range.end <= self.rows, "{range:?} of {}", self.rows);
         MatRef { data: &self.data[range.start * self.row_stride..], rows: range.len(), ..self }
     }
 
-    pub(crate) fn subcols(self, range: Range<usize>) -> MatRef<'a> {
+    pub(crate) fn subcols(self, range: Range<usize>) -> MatRef<'a, T> {
         self.transpose().subrows(range).transpose()
     }
 
@@ -55,7 +55,7 @@ impl<'a> MatRef<'a> {
     }
 
     /// The elements from (0, 0) on; at least up to the last one of the matrix.
-    pub(super) fn data(self) -> &'a [f32] {
+    pub(super) fn data(self) -> &'a [T] {
         self.data
     }
 }

@@ -1,6 +1,6 @@
 //! What must not change a single bit: threads, and whether activations were kept.
 
-use compute::{Command, MicroShape, TensorId};
+use compute::{Command, ComputeDtype, MicroShape, TensorId};
 use model::{LayerId, StateLayout};
 
 use crate::harness::{self, Bench, Options, PLAIN, uniform};
@@ -26,6 +26,23 @@ fn threads_and_keeping_change_no_bit() {
             "{threads} threads, {keep}"
         );
     }
+}
+
+#[test]
+fn in_bf16_threads_keeping_and_the_planes_of_weights_change_no_bit() {
+    let bf16 = Options { micros: 2, dtype: ComputeDtype::Bf16, ..PLAIN };
+    let want = bits(bf16);
+    for (threads, keep, layout) in [
+        (1, false, StateLayout::F32),
+        (3, true, StateLayout::Split),
+        (2, false, StateLayout::Bf16Sr8),
+    ] {
+        assert!(
+            bits(Options { threads, keep, layout, ..bf16 }) == want,
+            "{threads} {keep} {layout}"
+        );
+    }
+    assert!(bits(Options { micros: 2, ..PLAIN }) != want);
 }
 
 #[test]

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use compute::{
-    Command, CpuDevice, DeviceError, MicroShape, NO_TARGET, Outcome, TensorId, WeightsId,
+    Command, ComputeDtype, CpuDevice, DeviceError, MicroShape, NO_TARGET, Outcome, TensorId,
+    WeightsId,
 };
 use model::{Budget, BudgetError, HostBytes, LayerId, ModelConfig, TileId, Weights};
 
@@ -187,7 +188,7 @@ fn a_refused_command_consumes_nothing_and_clear_forgets_everything() {
 fn a_budget_that_is_used_up_is_an_error() {
     let (mut bench, [decoder, _, _]) = device();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    bench.device = CpuDevice::new(&config(), Budget::new(100), Arc::new(pool));
+    bench.device = CpuDevice::new(&config(), ComputeDtype::F32, Budget::new(100), Arc::new(pool));
     bench.bind(LayerId(1), 0);
     bench.put(1, &[0.5; 16]);
     let (x, y) = (TensorId(1), TensorId(9));

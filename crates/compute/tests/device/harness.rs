@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use compute::{
-    Command, CpuDevice, Device, DeviceError, Gradient, MicroShape, NO_TARGET, Outcome, TensorId,
-    WeightsId,
+    Command, ComputeDtype, CpuDevice, Device, DeviceError, Gradient, MicroShape, NO_TARGET,
+    Outcome, TensorId, WeightsId,
 };
 use model::{
     Budget, HostBytes, LayerId, LayerTable, ModelConfig, Role, StateLayout, TileId, Weights,
@@ -81,17 +81,27 @@ pub(crate) struct Options {
     pub(crate) micros: usize,
     /// That weights are bound in.
     pub(crate) layout: StateLayout,
+    pub(crate) dtype: ComputeDtype,
 }
 
-pub(crate) const PLAIN: Options =
-    Options { threads: 2, keep: false, micros: 1, layout: StateLayout::F32 };
+pub(crate) const PLAIN: Options = Options {
+    threads: 2,
+    keep: false,
+    micros: 1,
+    layout: StateLayout::F32,
+    dtype: ComputeDtype::F32,
+};
 
 impl Bench {
     pub(crate) fn new(config: &ModelConfig, threads: usize) -> Bench {
+        Bench::in_dtype(config, threads, ComputeDtype::F32)
+    }
+
+    pub(crate) fn in_dtype(config: &ModelConfig, threads: usize, dtype: ComputeDtype) -> Bench {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let budget = Budget::new(1 << 30);
         Bench {
-            device: CpuDevice::new(config, budget.clone(), Arc::new(pool)),
+            device: CpuDevice::new(config, dtype, budget.clone(), Arc::new(pool)),
             table: LayerTable::new(config),
             weights: weights(config),
             budget,
@@ -170,7 +180,7 @@ pub(crate) fn step_locked(
     locked: &[bool],
 ) -> (f64, Vec<Option<Vec<f32>>>) {
     let lowest = locked.iter().position(|locked| !locked).unwrap();
-    let mut bench = Bench::new(config, options.threads);
+    let mut bench = Bench::in_dtype(config, options.threads, options.dtype);
     bench.layout = options.layout;
     let rows = shape.rows / options.micros;
     let micro = MicroShape { rows, seq_len: shape.seq_len };

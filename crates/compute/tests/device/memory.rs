@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use compute::{Command, MicroShape, NO_TARGET, TensorId, workspace};
+use compute::{Command, ComputeDtype, MicroShape, NO_TARGET, TensorId, workspace};
 use model::{LayerId, ModelConfig, StateLayout};
 
 use crate::harness::{self, Bench};
@@ -36,7 +36,7 @@ fn models() -> Vec<ModelConfig> {
 #[test]
 fn no_command_needs_more_than_its_bound() {
     for config in models() {
-        let bound = workspace(&config, StateLayout::F32, SHAPE);
+        let bound = workspace(&config, ComputeDtype::F32, StateLayout::F32, SHAPE);
         assert_eq!(bound.bound_bytes, 0);
         let input = vec![0.25; SHAPE.tokens() * config.hidden_size];
         let labels: Arc<[u32]> = vec![3; SHAPE.tokens()].into();
@@ -103,7 +103,7 @@ fn unlabelled_tokens_have_no_gradient_and_clear_frees_everything() {
 #[test]
 fn weights_in_another_form_are_widened_when_they_are_first_used_within_the_bound() {
     for config in models() {
-        let bound = workspace(&config, StateLayout::Split8, SHAPE);
+        let bound = workspace(&config, ComputeDtype::F32, StateLayout::Split8, SHAPE);
         let mut bench = Bench::new(&config, 2);
         bench.layout = StateLayout::Split8;
         let head = bench.table.head();
