@@ -101,7 +101,7 @@ fn configure(
         precision: workspace.precision,
         budget,
         threads,
-        policy: Policy::Deferred,
+        updates: Policy::Deferred.into(),
         adamw: AdamW {
             lr: lesson.learning_rate,
             beta1: 0.9,

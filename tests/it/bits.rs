@@ -50,6 +50,59 @@ fn fused_equals_deferred_when_each_layer_is_clipped() {
 }
 
 #[test]
+fn speculative_equals_deferred_whatever_is_clipped() {
+    for (seed, model) in FAMILIES.into_iter().enumerate() {
+        let seed = seed as u64 + 40;
+        let lab = Lab::new();
+        let (line, text) = (lab.path("log.jsonl"), lab.text("text.txt", 60));
+        let store = lab.store("store", model, seed);
+        let args = [&STEPS[..], &["--micro-rows", "2", "--data", &text, "--log", &line]].concat();
+        train(&store, &[&args[..], &["--clip", "global:1000"]].concat()).expect(0);
+        let norms = steps(&log(&line), "grad_norm");
+        let least = norms.iter().fold(f64::MAX, |a, b| a.min(*b));
+        let most = norms.iter().fold(0.0f64, |a, b| a.max(*b));
+        assert!(least < 0.98 * most, "{norms:?}");
+        // Never, in some steps, in all.
+        for (clip, some, all) in [
+            (1000.0, false, false),
+            ((least + most) / 2.0, true, false),
+            (1e-3 * least, true, true),
+        ] {
+            let line = lab.path(&format!("{clip}.jsonl"));
+            let clip = format!("global:{clip}");
+            let ways: &[&[&str]] = &[
+                &["--update", "deferred"],
+                &["--update", "speculative", "--log", &line],
+                &["--update", "auto"],
+                &["--update", "speculative", "--io", "direct", "--threads", "1"],
+            ];
+            same_bits(model, seed, &["--clip", &clip, "--micro-rows", "2"], ways);
+            let lines = log(&line);
+            let again = events(&lines, "redo").len();
+            let factors = steps(&lines, "clip_factor");
+            let clipped = factors.iter().filter(|factor| **factor < 1.0).count();
+            assert_eq!((again, again > 0, again == 4), (clipped, some, all), "{clip} {norms:?}");
+        }
+    }
+}
+
+#[test]
+fn auto_with_the_least_memory_equals_deferred_with_plenty() {
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let model = FAMILIES[1];
+    let args =
+        [&STEPS[..], &["--clip", "global:1.5", "--micro-rows", "1", "--data", &text]].concat();
+    let plenty = lab.store("plenty", model, 5);
+    train(&plenty, &args).expect(0);
+    let tight = lab.store("tight", model, 5);
+    let refused = train(&tight, &[&args[..], &["--ram", "64K"]].concat()).expect(4);
+    let least = refused.stderr.split("at least ").nth(1).unwrap().split(' ').next().unwrap();
+    train(&tight, &[&args[..], &["--ram", least]].concat()).expect(0);
+    assert_eq!(state(&tight), state(&plenty));
+}
+
+#[test]
 fn the_number_of_threads_changes_nothing() {
     let wide = Tiny { family: "llama", tied: true, layers: 2, hidden: 96 };
     for (seed, model) in FAMILIES.into_iter().chain([wide]).enumerate() {

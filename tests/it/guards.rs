@@ -21,14 +21,20 @@ fn skipped(events: &[Event]) -> Vec<(u64, String)> {
 fn a_step_that_is_not_finite_leaves_what_passing_its_rows_over_leaves() {
     for (model, policy) in [(FAMILIES[0], Policy::Deferred), (FAMILIES[1], Policy::Fused)] {
         let by_hand = Rig::new(model);
-        by_hand.run(&Ask { last_step: 3, policy, ..Ask::default() });
+        by_hand.run(&Ask { last_step: 3, updates: policy.into(), ..Ask::default() });
         by_hand.pass_over();
-        let want = essence(&by_hand.run(&Ask { policy, ..Ask::default() }).state);
+        let want = essence(&by_hand.run(&Ask { updates: policy.into(), ..Ask::default() }).state);
         for wrong in [Wrong::Loss, Wrong::Gradient(LayerId(1)), Wrong::Gradient(LayerId(2))] {
             for tight in [false, true] {
                 let rig = Rig::new(model);
                 let wrong = vec![(4, wrong)];
-                let ran = rig.run(&Ask { policy, guard: SKIP, tight, wrong, ..Ask::default() });
+                let ran = rig.run(&Ask {
+                    updates: policy.into(),
+                    guard: SKIP,
+                    tight,
+                    wrong,
+                    ..Ask::default()
+                });
                 assert_eq!(ran.summary.end, End::Completed, "{:?}", ran.summary.failure);
                 assert!(ran.summary.failure.is_none() && ran.summary.commits == 8);
                 assert_eq!(essence(&ran.state), want, "{policy:?}");
@@ -46,16 +52,18 @@ fn a_step_that_is_not_finite_leaves_what_passing_its_rows_over_leaves() {
 #[test]
 fn unless_asked_otherwise_such_a_step_ends_the_run_and_can_be_run_again() {
     for policy in [Policy::Deferred, Policy::Fused] {
-        let calm = Rig::new(FAMILIES[1]).run(&Ask { policy, ..Ask::default() }).state;
+        let calm =
+            Rig::new(FAMILIES[1]).run(&Ask { updates: policy.into(), ..Ask::default() }).state;
         for wrong in [Wrong::Loss, Wrong::Gradient(LayerId(1))] {
             let rig = Rig::new(FAMILIES[1]);
-            let ran = rig.run(&Ask { policy, wrong: vec![(4, wrong)], ..Ask::default() });
+            let ran =
+                rig.run(&Ask { updates: policy.into(), wrong: vec![(4, wrong)], ..Ask::default() });
             assert_eq!((ran.summary.end, ran.summary.step), (End::Failed, 3));
             let failure = ran.summary.failure.unwrap();
             let says = matches!(*failure, Failure::NotFinite { step: 4, .. });
             let names = matches!(&*failure, Failure::Update { step: 4, layer } if layer == "0");
             assert!(says || (names && policy == Policy::Fused), "{failure}");
-            let went_on = rig.run(&Ask { policy, ..Ask::default() });
+            let went_on = rig.run(&Ask { updates: policy.into(), ..Ask::default() });
             assert_eq!(went_on.summary.end, End::Completed);
             assert_eq!(essence(&went_on.state), essence(&calm));
         }

@@ -25,7 +25,7 @@ fn locked_layers_keep_every_byte_and_the_loss_still_falls() {
             assert_eq!(rig.layers(), names.len());
             rig.lock(&locked);
             let before: Vec<_> = names.iter().map(|name| files(&rig, name)).collect();
-            let ran = rig.run(&Ask { policy, tight, ..Ask::default() });
+            let ran = rig.run(&Ask { updates: policy.into(), tight, ..Ask::default() });
             assert_eq!(ran.summary.end, End::Completed, "{:?}", ran.summary.failure);
             for (layer, name) in names.iter().enumerate() {
                 let stands = locked.contains(&layer);
@@ -49,7 +49,7 @@ fn a_tied_embedding_locks_the_projection_as_well() {
         let rig = Rig::new(FAMILIES[0]);
         rig.lock(&[0, 1, 2]);
         let before = files(&rig, "embed");
-        let ran = rig.run(&Ask { policy, ..Ask::default() });
+        let ran = rig.run(&Ask { updates: policy.into(), ..Ask::default() });
         assert_eq!(ran.summary.end, End::Completed);
         assert_eq!(files(&rig, "embed"), before);
         let steps: Vec<u64> = ran.state.layers.iter().map(|layer| layer.t).collect();
@@ -60,8 +60,12 @@ fn a_tied_embedding_locks_the_projection_as_well() {
 #[test]
 fn layers_lock_themselves_alike_whether_the_run_is_interrupted_or_not() {
     let rule = AutoLock { threshold: 1e3, steps: 2, floor: 2 };
-    let ask =
-        |policy, last_step| Ask { policy, last_step, auto_lock: Some(rule), ..Ask::default() };
+    let ask = |policy: Policy, last_step| Ask {
+        updates: policy.into(),
+        last_step,
+        auto_lock: Some(rule),
+        ..Ask::default()
+    };
     let whole = Rig::new(FAMILIES[1]).run(&ask(Policy::Deferred, 9));
     // Weights are known from step 1 on, so steps 2 and 3 are the two quiet ones.
     let told = |event: &Event| match event {

@@ -10,7 +10,7 @@ use compute::{Command, ComputeDtype, CpuDevice, Device, Done, Gradient, MicroSha
 use data::{Cursor, Order, Plan, Rows, Sampler, Tokenizer};
 use model::{Budget, BudgetError, LayerId, Limits, ModelConfig, RunShape};
 use optim::{AdamW, LrSchedule, Schedule};
-use schedule::{AutoLock, Guard, Policy};
+use schedule::{AutoLock, Guard, Policy, Updates};
 use store::{RecordKind, State, TrainingStore, blocking, mmap_engine};
 
 use crate::lab::{Lab, Tiny};
@@ -29,7 +29,7 @@ pub(crate) enum Wrong {
 /// What is asked of a run.
 #[derive(Clone)]
 pub(crate) struct Ask {
-    pub(crate) policy: Policy,
+    pub(crate) updates: Updates,
     pub(crate) clip: Clip,
     pub(crate) last_step: u64,
     pub(crate) guard: Guard,
@@ -43,7 +43,7 @@ pub(crate) struct Ask {
 impl Default for Ask {
     fn default() -> Ask {
         Ask {
-            policy: Policy::Deferred,
+            updates: Policy::Deferred.into(),
             clip: Clip::None,
             last_step: LAST_STEP,
             guard: Guard::default(),
@@ -213,8 +213,8 @@ impl Rig {
         let micro = MicroShape { rows: SHAPE.micro_rows, seq_len: SHAPE.seq_len };
         let workspace = compute::workspace(&config, ComputeDtype::F32, store.layout(), micro);
         let limits = |ram_bytes| {
-            let deferred = ask.policy == Policy::Deferred;
-            Limits::new(store.table(), store.layout(), SHAPE, workspace, deferred, ram_bytes)
+            let may_defer = ask.updates.may_defer();
+            Limits::new(store.table(), store.layout(), SHAPE, workspace, may_defer, ram_bytes)
         };
         let limits = match limits(0) {
             Err(BudgetError::TooSmall { needed_bytes, .. }) if ask.tight => {
@@ -243,7 +243,7 @@ impl Rig {
             limits: limits.unwrap(),
             budget,
             threads,
-            policy: ask.policy,
+            updates: ask.updates,
             adamw: AdamW { lr: 0.0, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
             schedule: LrSchedule {
                 kind: Schedule::Linear,

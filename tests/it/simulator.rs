@@ -12,7 +12,7 @@ use std::rc::Rc;
 use model::{Attempt, LayerId, LayerTable, Limits, Micro, ModelConfig, Slot, Step};
 use schedule::{
     AutoLock, ComputeOp, End, FromNode, Guard, Ledger, Node, NodeCommand, NodeConfig, NodeEvent,
-    Policy, Run, RunCommand, RunConfig, RunEvent, ToNode, VisitKind,
+    Policy, Run, RunCommand, RunConfig, RunEvent, ToNode, Updates, VisitKind,
 };
 
 mod data;
@@ -39,6 +39,8 @@ pub(crate) struct Costs {
     pub(crate) backward: Time,
     pub(crate) commit: Time,
     pub(crate) park: Time,
+    /// How much later than it could a device says that it has let go of weights.
+    pub(crate) unbind: Time,
 }
 
 /// What a simulation is made of.
@@ -47,7 +49,7 @@ pub(crate) struct Setup {
     pub(crate) layers: usize,
     pub(crate) tied: bool,
     pub(crate) micros: u32,
-    pub(crate) policy: Policy,
+    pub(crate) updates: Updates,
     pub(crate) weight_buffers: usize,
     /// The smallest budget: inputs are parked, deferred gradients spilled.
     pub(crate) tight: bool,
@@ -98,6 +100,16 @@ enum Resource {
     Device,
 }
 
+/// An attempt.
+#[derive(Clone)]
+struct Begun {
+    step: Step,
+    locked: std::sync::Arc<[bool]>,
+    policy: Policy,
+    /// Its updates are made with the factor of clipping.
+    factor: bool,
+}
+
 /// What dies with the process.
 struct Process {
     run: Run,
@@ -107,8 +119,9 @@ struct Process {
     busy_until: BTreeMap<Resource, Time>,
     /// Inputs on their way to `scratch/`.
     parking: BTreeSet<(LayerId, Micro)>,
-    /// Step and locks of each attempt.
-    attempts: BTreeMap<Attempt, (Step, std::sync::Arc<[bool]>)>,
+    attempts: BTreeMap<Attempt, Begun>,
+    /// The step that has to be made again with the factor of clipping.
+    known: Option<Step>,
     in_flight_until: Time,
     end: Option<End>,
 }
@@ -150,9 +163,7 @@ fn limits(setup: &Setup) -> Limits {
         // Two decoder layers beside the embedding.
         gradient_bytes: if setup.tight { 3 } else { 2 * layers },
         layer_gradient_bytes: vec![1; layers],
-        spilled: (0..layers)
-            .map(|l| l > 0 && setup.tight && setup.policy == Policy::Deferred)
-            .collect(),
+        spilled: (0..layers).map(|l| l > 0 && setup.tight && setup.updates.may_defer()).collect(),
         kept: 0,
         kept_logits: 0,
         optimizer_chunks: 4,
@@ -161,12 +172,8 @@ fn limits(setup: &Setup) -> Limits {
 
 impl Process {
     fn new(setup: &Setup, table: &LayerTable, record: &Record) -> Process {
-        let config = NodeConfig {
-            policy: setup.policy,
-            micros: setup.micros,
-            limits: limits(setup),
-            live: record.live.clone(),
-        };
+        let config =
+            NodeConfig { micros: setup.micros, limits: limits(setup), live: record.live.clone() };
         let run = RunConfig {
             committed: record.step,
             attempt: record.attempt,
@@ -174,6 +181,7 @@ impl Process {
             ledger: record.ledger.clone(),
             guard: setup.guard,
             auto_lock: setup.auto_lock,
+            updates: setup.updates,
         };
         Process {
             run: Run::new(run),
@@ -183,6 +191,7 @@ impl Process {
             busy_until: BTreeMap::new(),
             parking: BTreeSet::new(),
             attempts: BTreeMap::new(),
+            known: None,
             in_flight_until: 0,
             end: None,
         }
@@ -309,15 +318,22 @@ impl World {
                 }
                 RunCommand::Node(message) => {
                     self.aborts += u64::from(matches!(message, ToNode::Abort { .. }));
-                    if let ToNode::Begin { step, attempt, locked } = &message {
-                        self.process.attempts.insert(*attempt, (*step, locked.clone()));
+                    if let ToNode::Begin { step, attempt, locked, policy } = &message {
+                        let (step, policy, locked) = (*step, *policy, locked.clone());
+                        let factor = match policy {
+                            Policy::Fused => self.process.known == Some(step),
+                            Policy::Deferred => self.setup.data.clipped(step),
+                        };
+                        let begun = Begun { step, locked, policy, factor };
+                        self.process.attempts.insert(*attempt, begun);
                     }
                     self.tell_node(NodeEvent::Run(message));
                 }
                 RunCommand::Commit { step, attempt, .. }
                 | RunCommand::Skip { step, attempt, .. } => {
-                    let (_, locked) = &self.process.attempts[&attempt];
-                    self.disk.start_record(&command, locked);
+                    let begun = &self.process.attempts[&attempt];
+                    let clipped = self.setup.data.clipped(step);
+                    self.disk.start_record(&command, &begun.locked, clipped);
                     let time = self.vary(self.setup.costs.commit);
                     self.after(time, Happening::Run(RunEvent::Durable { step }));
                 }

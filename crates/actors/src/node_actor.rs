@@ -202,8 +202,7 @@ impl NodeActor {
                 if let Some(work) = work {
                     let locked = Arc::clone(locked);
                     let layers = vec![LayerReport::default(); self.table.len()];
-                    let begun = Instant::now();
-                    let (factor, forward_seconds) = (1.0, 0.0);
+                    let (begun, forward_seconds) = (Instant::now(), 0.0);
                     let in_work = InWork { work, locked, factor, layers, begun, forward_seconds };
                     self.works.insert(attempt, in_work);
                 }

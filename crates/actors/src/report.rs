@@ -93,6 +93,13 @@ pub enum Event {
         reason: String,
         again: bool,
     },
+    /// A step was updated as if nothing had to be clipped, and something has to: it is made again
+    /// with the factor.
+    Redone {
+        step: u64,
+        attempt: u64,
+        factor: f32,
+    },
     /// A step waits to begin until a reason is gone.
     Paused {
         step: u64,

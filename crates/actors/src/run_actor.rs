@@ -9,7 +9,8 @@ use kameo::prelude::*;
 use model::{Attempt, Budget, LayerTable, RunShape, Step};
 use optim::{AdamW, LrSchedule};
 use schedule::{
-    AutoLock, End, FromNode, Guard, Ledger, Reason, Run, RunCommand, RunConfig, RunEvent, ToNode,
+    AutoLock, End, FromNode, Guard, Ledger, Policy, Reason, Run, RunCommand, RunConfig, RunEvent,
+    ToNode, Updates,
 };
 use store::{IoCounters, LayerState, RecordKind, Room, State, TrainingStore};
 
@@ -55,6 +56,7 @@ pub(crate) struct RunArgs {
     pub(crate) clip: Clip,
     pub(crate) guard: Guard,
     pub(crate) auto_lock: Option<AutoLock>,
+    pub(crate) updates: Updates,
     pub(crate) state: State,
     pub(crate) counters: IoCounters,
     pub(crate) last_step: Step,
@@ -75,6 +77,8 @@ pub(crate) struct RunActor {
     /// A step waits for room on the disk.
     paused: bool,
     attempts: BTreeMap<Attempt, Facts>,
+    /// The factor of a step that has to be made again with it.
+    known: Option<(Step, f32)>,
     /// What is known of the attempt that a guard refused.
     refused: Option<(Facts, Arc<Failure>)>,
     /// The record that is being written.
@@ -96,6 +100,8 @@ struct Facts {
     learning_rate: f64,
     loss: f64,
     grad_norm: f64,
+    policy: Policy,
+    /// Of clipping: at first what fused updates are made with.
     factor: f32,
     layers: Vec<LayerReport>,
     phase: PhaseSeconds,
@@ -125,6 +131,7 @@ impl Actor for RunActor {
             },
             guard: args.guard,
             auto_lock: args.auto_lock,
+            updates: args.updates,
         };
         let cursor = Cursor { epoch: args.state.epoch, index: args.state.index };
         Ok(RunActor {
@@ -134,6 +141,7 @@ impl Actor for RunActor {
             loaded: None,
             paused: false,
             attempts: BTreeMap::new(),
+            known: None,
             refused: None,
             committing: None,
             commit_started: Instant::now(),
@@ -242,12 +250,13 @@ impl RunActor {
 
     fn node_reported(&mut self, report: FromNode, detail: Detail) -> Option<RunEvent> {
         match (&report, detail) {
-            (FromNode::Norm { attempt, sums, loss, .. }, Detail::Seconds(seconds)) => {
+            (FromNode::Norm { step, attempt, sums, loss }, Detail::Seconds(seconds)) => {
                 let facts = self.attempts.get_mut(attempt)?;
                 facts.loss = loss / facts.batch.targets().max(1) as f64;
                 facts.grad_norm = sums.iter().sum::<f64>().sqrt();
                 (facts.phase.forward, facts.phase.backward) = (seconds.forward, seconds.backward);
                 facts.stall = seconds.stall;
+                return self.normed(*step, *attempt, sums, *loss);
             }
             (FromNode::NotFinite { attempt, .. }, Detail::Failure(failure)) => {
                 self.attempts.get_mut(attempt)?.failed_update.get_or_insert(failure);
@@ -273,6 +282,35 @@ impl RunActor {
             _ => {}
         }
         Some(RunEvent::Node(report))
+    }
+
+    /// What clipping makes of a norm: updates that were made without the factor do not count.
+    fn normed(
+        &mut self,
+        step: Step,
+        attempt: Attempt,
+        sums: &Arc<[f64]>,
+        loss: f64,
+    ) -> Option<RunEvent> {
+        let facts = self.attempts.get(&attempt)?;
+        let factor = self.clip_factor(sums.iter().sum());
+        let clipped = factor < 1.0;
+        let redo = clipped && facts.policy == Policy::Fused && facts.factor != factor;
+        if redo {
+            self.known = Some((step, factor));
+            let (step, attempt) = (step.0, attempt.0);
+            self.args.observer.event(&Event::Redone { step, attempt, factor });
+        }
+        let sums = Arc::clone(sums);
+        Some(RunEvent::Norm { step, attempt, sums, loss, clipped, redo })
+    }
+
+    /// Of a gradient with this square sum.
+    fn clip_factor(&self, sum_of_squares: f64) -> f32 {
+        match self.args.clip {
+            Clip::Global(max) => optim::clip_factor(max, sum_of_squares.sqrt()),
+            Clip::None | Clip::Layer(_) => 1.0,
+        }
     }
 
     fn committed(&mut self, step: Step, result: Result<IoCounters, Failure>) -> Option<RunEvent> {
@@ -389,14 +427,15 @@ impl RunActor {
     fn tell_node(&mut self, message: ToNode) {
         let (mut work, mut factor) = (None, 1.0);
         match message {
-            ToNode::Begin { step, attempt, .. } => work = self.begin(step, attempt),
+            ToNode::Begin { step, attempt, policy, .. } => {
+                let known = self.known.filter(|(known, _)| *known == step);
+                factor = known.map_or(1.0, |(_, factor)| factor);
+                work = self.begin(step, attempt, policy, factor);
+            }
             ToNode::Apply { attempt, sum_of_squares, .. } => {
+                factor = self.clip_factor(sum_of_squares);
                 if let Some(facts) = self.attempts.get_mut(&attempt) {
-                    facts.applied = Instant::now();
-                    if let Clip::Global(max) = self.args.clip {
-                        factor = optim::clip_factor(max, sum_of_squares.sqrt());
-                    }
-                    facts.factor = factor;
+                    (facts.applied, facts.factor) = (Instant::now(), factor);
                 }
             }
             ToNode::Abort { attempt } => self.attempts.retain(|a, _| *a < attempt),
@@ -405,7 +444,7 @@ impl RunActor {
         self.args.directory.node().post(NodeMessage::Run { message, work, factor });
     }
 
-    fn begin(&mut self, step: Step, attempt: Attempt) -> Option<Work> {
+    fn begin(&mut self, step: Step, attempt: Attempt, policy: Policy, factor: f32) -> Option<Work> {
         let (_, batch) = self.loaded.take_if(|(loaded, _)| *loaded == step)?;
         let learning_rate = self.args.schedule.at(step.0);
         let facts = Facts {
@@ -413,7 +452,8 @@ impl RunActor {
             learning_rate,
             loss: f64::NAN,
             grad_norm: f64::NAN,
-            factor: 1.0,
+            policy,
+            factor,
             layers: Vec::new(),
             phase: PhaseSeconds::default(),
             stall: StallSeconds::default(),

@@ -7,7 +7,7 @@ use data::{Rows, Sampler};
 use model::{Budget, LayerTable, Limits, Precision, RunShape, Slot, Step};
 use optim::{AdamW, LrSchedule};
 use rayon::ThreadPool;
-use schedule::{AutoLock, Guard, NodeConfig, Policy};
+use schedule::{AutoLock, Guard, NodeConfig, Updates};
 use store::{Scratch, TrainingStore};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -44,7 +44,7 @@ pub struct SoloConfig {
     pub precision: Precision,
     pub budget: Budget,
     pub threads: Arc<ThreadPool>,
-    pub policy: Policy,
+    pub updates: Updates,
     /// `lr` is replaced by the schedule's.
     pub adamw: AdamW,
     pub schedule: LrSchedule,
@@ -239,7 +239,6 @@ fn node_args(
         directory: directory.clone(),
         table: Arc::clone(table),
         config: NodeConfig {
-            policy: config.policy,
             micros: config.shape.micros() as u32,
             limits: config.limits.clone(),
             live,
@@ -272,6 +271,7 @@ fn run_args(
         clip: config.clip,
         guard: config.guard,
         auto_lock: config.auto_lock,
+        updates: config.updates,
         last_step: Step(config.last_step),
         budget: config.budget,
         observer: config.observer,

@@ -67,7 +67,7 @@ fn effective(given: &TrainOptions, known: &Known) -> anyhow::Result<TrainOptions
             RunRecord::new(given, defaults, steps, Vec::new(), String::new())?
         }
     };
-    record.policy(given.update)?;
+    record.updates(given.update)?;
     let mut all = given.clone();
     if known.defaults.is_some() {
         all.seq_len.get_or_insert(record.seq_len);

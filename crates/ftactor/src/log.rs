@@ -81,6 +81,9 @@ pub(crate) fn event_line(event: &Event) -> Value {
         Event::Aborted { step, attempt, reason, .. } => {
             json!({"event": "abort", "step": step, "attempt": attempt, "reason": reason})
         }
+        Event::Redone { step, attempt, factor } => {
+            json!({"event": "redo", "step": step, "attempt": attempt, "clip_factor": factor})
+        }
         Event::Paused { step, reason } => {
             json!({"event": "pause", "step": step, "reason": reason})
         }

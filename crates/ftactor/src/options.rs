@@ -164,6 +164,9 @@ pub(crate) enum UpdateChoice {
     Fused,
     /// After the norm of the whole gradient is known
     Deferred,
+    /// While the backward sweep runs, as if nothing had to be clipped; again with the factor if something
+    /// has to
+    Speculative,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

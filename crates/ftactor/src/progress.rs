@@ -211,6 +211,7 @@ impl Observer for RunObserver {
                 self.metrics.actor_restarted(actor);
                 self.say(&format!("actor {actor} was restarted: {reason}"));
             }
+            Event::Redone { .. } => {}
             Event::Paused { step, reason } => {
                 self.warn(&format!("step {step} waits: {reason}; it begins when there is room"));
             }

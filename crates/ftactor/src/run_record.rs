@@ -6,7 +6,7 @@ use actors::Clip;
 use anyhow::Context;
 use model::RunShape;
 use optim::{AdamW, LrSchedule, Schedule};
-use schedule::{AutoLock, Guard, Policy, Trip};
+use schedule::{AutoLock, Guard, Policy, Trip, Updates};
 use serde::{Deserialize, Serialize};
 use store::StoreError;
 
@@ -265,17 +265,18 @@ impl RunRecord {
     }
 
     /// When the optimizer runs. The choice changes no bits, so it is not part of the record.
-    pub(crate) fn policy(&self, update: Option<UpdateChoice>) -> anyhow::Result<Policy> {
+    pub(crate) fn updates(&self, update: Option<UpdateChoice>) -> anyhow::Result<Updates> {
         let global = matches!(self.clip_rule()?, Clip::Global(_));
         match update.unwrap_or(UpdateChoice::Auto) {
-            UpdateChoice::Auto if global => Ok(Policy::Deferred),
-            UpdateChoice::Auto => Ok(Policy::Fused),
-            UpdateChoice::Deferred => Ok(Policy::Deferred),
+            UpdateChoice::Auto if global => Ok(Updates::Auto),
+            UpdateChoice::Speculative if global => Ok(Updates::Speculative),
+            UpdateChoice::Auto | UpdateChoice::Speculative => Ok(Policy::Fused.into()),
+            UpdateChoice::Deferred => Ok(Policy::Deferred.into()),
             UpdateChoice::Fused if global => refuse(
                 "--update fused cannot clip by the norm of the whole gradient, which is known only \
-                 after it would be needed; use --clip layer:X, --clip none or --update deferred",
+                 after it would be needed; use --clip layer:X, --clip none, --update deferred or --update speculative",
             ),
-            UpdateChoice::Fused => Ok(Policy::Fused),
+            UpdateChoice::Fused => Ok(Policy::Fused.into()),
         }
     }
 

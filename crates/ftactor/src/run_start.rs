@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use data::{Order, Rows, RowsError, Sampler};
 use model::{BudgetError, LayerTable, Limits, ModelConfig, StateLayout, Workspace};
-use schedule::Policy;
+use schedule::{Policy, Updates};
 use serde_json::{Map, Value};
 use store::{RollBack, State, StoreError, TrainingStore};
 
@@ -64,8 +64,8 @@ pub(crate) fn decide(
     }
     let mut record = RunRecord::new(options, defaults, steps, prepared.files, prepared.name)?;
     // What cannot run is refused before anything of the old run is gone.
-    let policy = record.policy(options.update)?;
-    limits((store.table(), store.layout()), config, &record, policy, ram_bytes)?;
+    let updates = record.updates(options.update)?;
+    limits((store.table(), store.layout()), config, &record, updates, ram_bytes)?;
     record.reset_first = store.state().step.0 > 0;
     record.run = before.map_or(1, |text| RunRecord::number_in(&text) + 1);
     check_rows(&prepared.rows, &record, &store.state())?;
@@ -242,17 +242,24 @@ pub(crate) fn workspace(
     compute::workspace(config, record.dtype(), layout, micro)
 }
 
+/// What `updates` comes to within `limits`: gradients that all have room to wait for the norm do.
+pub(crate) fn settled(updates: Updates, limits: &Limits) -> Updates {
+    match updates {
+        Updates::Auto if !limits.spilled.contains(&true) => Policy::Deferred.into(),
+        other => other,
+    }
+}
+
 pub(crate) fn limits(
     (table, layout): (&LayerTable, StateLayout),
     config: &ModelConfig,
     record: &RunRecord,
-    policy: Policy,
+    updates: Updates,
     ram_bytes: usize,
 ) -> anyhow::Result<Limits> {
     let shape = record.shape();
     let workspace = workspace(config, layout, record);
-    let deferred = policy == Policy::Deferred;
-    let at = |shape| Limits::new(table, layout, shape, workspace, deferred, ram_bytes);
+    let at = |shape| Limits::new(table, layout, shape, workspace, updates.may_defer(), ram_bytes);
     at(shape).map_err(|error| match error {
         BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } if record.micro_rows > 1 => {
             let remedy = String::from(" or choose a smaller --micro-rows");

@@ -11,7 +11,7 @@ use actors::{
 use anyhow::Context;
 use data::{Rows, Sampler, Tokenizer};
 use model::{Budget, LayerSpec, Limits, ModelConfig};
-use schedule::{End, Policy, SKIPS_IN_A_ROW};
+use schedule::{End, SKIPS_IN_A_ROW, Updates};
 use store::{ReadingStore, State, StoreError, TrainingStore, show_bytes};
 use telemetry::{BlockDevice, Metrics, Server};
 
@@ -24,7 +24,7 @@ use crate::out::{errln, out, outln};
 use crate::progress::{ByteBar, OptimizerBytes, RunObserver, Show};
 use crate::run_record::RunRecord;
 use crate::run_start::{Run, decide, finish_rollback, limits, order, settle, workspace};
-use crate::{demo, effective, layers, machine, snapshots, supervise, text};
+use crate::{demo, effective, layers, machine, run_start, snapshots, supervise, text};
 
 /// How long a closing run waits for threads to let go of the store.
 const LET_GO: Duration = Duration::from_secs(2);
@@ -101,7 +101,7 @@ struct Session {
     rows: Arc<Rows>,
     budget: Budget,
     limits: Limits,
-    policy: Policy,
+    updates: Updates,
     threads: Arc<rayon::ThreadPool>,
     patience: Patience,
     shadow: Arc<Shadow>,
@@ -196,9 +196,10 @@ fn open_session(
     budget: Budget,
 ) -> anyhow::Result<Session> {
     let Run { record, rows } = run;
-    let policy = record.policy(options.update)?;
+    let updates = record.updates(options.update)?;
     let state = (store.table(), store.layout());
-    let limits = limits(state, &config, &record, policy, budget.total_bytes())?;
+    let limits = limits(state, &config, &record, updates, budget.total_bytes())?;
+    let updates = run_start::settled(updates, &limits);
     Ok(Session {
         threads: machine::threads(options.threads)?,
         store: Arc::new(store),
@@ -207,7 +208,7 @@ fn open_session(
         rows: Arc::new(rows),
         budget,
         limits,
-        policy,
+        updates,
         patience: Patience::default(),
         shadow: Arc::default(),
     })
@@ -378,7 +379,7 @@ fn solo_config(
         precision: workspace(&session.config, session.store.layout(), record).precision,
         budget: session.budget.clone(),
         threads: Arc::clone(&session.threads),
-        policy: session.policy,
+        updates: session.updates,
         adamw: record.adamw(),
         schedule: record.lr_schedule()?,
         clip: record.clip_rule()?,

@@ -15,6 +15,7 @@ mod guard;
 mod ledger;
 mod node;
 mod run;
+mod updates;
 mod visits;
 
 pub use auto_lock::AutoLock;
@@ -22,6 +23,7 @@ pub use guard::{Guard, Reason, SKIPS_IN_A_ROW, Trip};
 pub use ledger::Ledger;
 pub use node::{Node, NodeCommand, NodeConfig, NodeEvent, Policy};
 pub use run::{End, Run, RunCommand, RunConfig, RunEvent};
+pub use updates::Updates;
 pub use visits::{ComputeOp, Need, Visit, VisitId, VisitKind, sweep};
 
 use std::sync::Arc;
@@ -32,8 +34,8 @@ use model::{Attempt, Step};
 #[derive(Clone, Debug, PartialEq)]
 pub enum ToNode {
     /// Sweep forward and backward over the step's microbatches. `locked`: by layer, in force for
-    /// this step.
-    Begin { step: Step, attempt: Attempt, locked: Arc<[bool]> },
+    /// this step; `policy`: when its optimizer runs.
+    Begin { step: Step, attempt: Attempt, locked: Arc<[bool]>, policy: Policy },
     /// The norm of the whole model is known: the optimizer may run (or, fused, has run).
     Apply { step: Step, attempt: Attempt, sum_of_squares: f64 },
     /// The step is durable: its slots are live now.

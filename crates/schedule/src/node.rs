@@ -6,6 +6,7 @@
 //!   inputs of layers `Limits::boundaries`;
 //! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
 //! - an input is read back from `scratch/` only after all of its layer's have been written there;
+//! - a step is synced only after the run has told to apply it, however early its updates end;
 //! - updates of a step are issued only when the step before is durable, into slots that are not
 //!   live;
 //! - what is locked in a step has no gradient, is not written and keeps its slot;
@@ -38,7 +39,6 @@ pub enum Policy {
 /// What a node needs to know before its first event.
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
-    pub policy: Policy,
     pub micros: u32,
     pub limits: Limits,
     /// Live slot of each layer.
@@ -230,7 +230,9 @@ impl Node {
 
     fn on_run(&mut self, message: ToNode, out: &mut Vec<NodeCommand>) {
         match message {
-            ToNode::Begin { step, attempt, locked } => self.begin(step, attempt, locked),
+            ToNode::Begin { step, attempt, locked, policy } => {
+                self.begin(step, attempt, locked, policy);
+            }
             ToNode::Apply { attempt, .. } => self.apply(attempt),
             ToNode::Committed { step, attempt } => self.committed(step, attempt),
             ToNode::Abort { attempt } => self.abort(attempt, out),
@@ -263,18 +265,20 @@ impl Node {
         }
     }
 
-    fn begin(&mut self, step: Step, attempt: Attempt, locked: Arc<[bool]>) {
+    fn begin(&mut self, step: Step, attempt: Attempt, locked: Arc<[bool]>, policy: Policy) {
         assert!(self.pass.is_none(), "step {step} begins while another one is swept");
         assert!(self.draining.is_none(), "step {step} begins while an attempt is dropped");
         assert!(self.tails.len() <= 1, "step {step} begins two steps ahead of the disk");
         let visits = sweep(&self.table, &locked);
-        self.pass = Some(Pass::new(step, attempt, self.config.micros, visits, &locked));
-        self.tails.push_back(Tail::new(step, attempt, locked));
+        let pass = Pass::new((step, attempt), policy, self.config.micros, visits, &locked);
+        self.pass = Some(pass);
+        self.tails.push_back(Tail::new(step, attempt, locked, policy));
     }
 
     fn apply(&mut self, attempt: Attempt) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
-        if self.config.policy == Policy::Deferred {
+        tail.applied = true;
+        if tail.policy == Policy::Deferred {
             // In forward order, so that the next step can begin with the first layers.
             tail.layers().for_each(|layer| tail.enqueue(layer));
         }
@@ -307,10 +311,10 @@ impl Node {
     fn measured(&mut self, attempt: Attempt, layer: LayerId, sum_of_squares: f64) {
         let Some(pass) = self.pass.as_mut().filter(|p| p.attempt == attempt) else { return };
         pass.measured(layer, sum_of_squares);
-        if self.config.limits.spilled[layer.index()] {
+        if pass.policy == Policy::Deferred && self.config.limits.spilled[layer.index()] {
             self.reserved.remove(&(attempt, layer));
         }
-        if self.config.policy == Policy::Fused {
+        if pass.policy == Policy::Fused {
             let tail = self.tails.iter_mut().find(|t| t.attempt == attempt);
             tail.into_iter().for_each(|t| t.enqueue(layer));
         }
@@ -380,7 +384,7 @@ impl Node {
                     return None;
                 }
                 let (layer, slot) = (tile.source, self.newest(step, tile.source)?);
-                let (visit, again, tile) = (id, self.reads_again(visit), tile.clone());
+                let (visit, again, tile) = (id, reads_again(pass.policy, visit), tile.clone());
                 vec![NodeCommand::StreamIn { attempt, visit, layer, tile, slot, again }]
             }
         };
@@ -392,13 +396,6 @@ impl Node {
         let takes_buffer = matches!(visit.need, Need::Tile(_));
         self.pass.as_mut()?.stream_issued(takes_buffer, if unparks { micros as usize } else { 0 });
         Some(commands)
-    }
-
-    /// Whether the optimizer runs on what the visit reads right after the sweep has passed it; on
-    /// the embedding, tied to the head or not, it runs last.
-    fn reads_again(&self, visit: &Visit) -> bool {
-        let updates = visit.gradient().is_some_and(|layer| layer.index() > 0);
-        self.config.policy == Policy::Fused && updates
     }
 
     /// Whether the visit's input waits in `scratch/` for its way back.
@@ -446,15 +443,24 @@ impl Node {
         let pass = self.pass.as_mut()?;
         pass.next_compute += 1;
         pass.inputs += new_inputs;
-        self.enqueue(attempt, id, &visit, out);
+        let policy = pass.policy;
+        self.enqueue((attempt, policy), id, &visit, out);
         Some(())
     }
 
-    fn enqueue(&self, attempt: Attempt, id: VisitId, visit: &Visit, out: &mut Vec<NodeCommand>) {
+    fn enqueue(
+        &self,
+        (attempt, policy): (Attempt, Policy),
+        id: VisitId,
+        visit: &Visit,
+        out: &mut Vec<NodeCommand>,
+    ) {
         let (layer, micros) = (visit.layer, self.config.micros);
         let keep = |micro| self.keeps(visit, micro);
         let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
-        let spill = |layer: LayerId| self.config.limits.spilled[layer.index()];
+        // A fused update takes the gradient at once.
+        let deferred = policy == Policy::Deferred;
+        let spill = |layer: LayerId| deferred && self.config.limits.spilled[layer.index()];
         out.extend(ops(visit, micros, keep, spill).into_iter().map(compute));
         if self.parks(visit) {
             let park = |m| NodeCommand::Park { attempt, layer, micro: Micro(m) };
@@ -515,4 +521,11 @@ impl Node {
             out.push(NodeCommand::Sync { attempt, slots });
         }
     }
+}
+
+/// Whether the optimizer runs on what the visit reads right after the sweep has passed it; on the
+/// embedding, tied to the head or not, it runs last.
+fn reads_again(policy: Policy, visit: &Visit) -> bool {
+    let updates = visit.gradient().is_some_and(|layer| layer.index() > 0);
+    policy == Policy::Fused && updates
 }

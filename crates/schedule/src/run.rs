@@ -12,7 +12,8 @@ use std::sync::Arc;
 use model::{Attempt, Step};
 
 use crate::ledger::{Rules, Swept};
-use crate::{AutoLock, FromNode, Guard, Ledger, Reason, ToNode};
+use crate::updates::Recent;
+use crate::{AutoLock, FromNode, Guard, Ledger, Reason, ToNode, Updates};
 
 /// Attempts of one step without a commit in between, after which the run gives up.
 const ATTEMPTS_PER_STEP: u32 = 3;
@@ -30,6 +31,7 @@ pub struct RunConfig {
     pub ledger: Ledger,
     pub guard: Guard,
     pub auto_lock: Option<AutoLock>,
+    pub updates: Updates,
 }
 
 /// Why a run ended.
@@ -50,6 +52,16 @@ pub enum RunEvent {
         targets: u64,
     },
     Node(FromNode),
+    /// [`FromNode::Norm`], and what clipping makes of it. `clipped`: the gradient is too long.
+    /// `redo`: updates of the attempt have been made without the factor that it needs.
+    Norm {
+        step: Step,
+        attempt: Attempt,
+        sums: Arc<[f64]>,
+        loss: f64,
+        clipped: bool,
+        redo: bool,
+    },
     /// The step's record is on the disk, in both copies.
     Durable {
         step: Step,
@@ -102,6 +114,8 @@ struct Front {
     targets: u64,
     /// Set when it waits for the step before to become durable.
     swept: Option<Swept>,
+    /// It has to be made again, see [`RunEvent::Norm`].
+    redo: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -128,6 +142,8 @@ struct Tail {
 pub struct Run {
     last_step: Step,
     rules: Rules,
+    updates: Updates,
+    recent: Recent,
     durable: Step,
     /// What the record of the last durable step says.
     ledger: Ledger,
@@ -150,6 +166,8 @@ impl Run {
     pub fn new(config: RunConfig) -> Run {
         Run {
             last_step: config.last_step,
+            updates: config.updates,
+            recent: Recent::default(),
             rules: Rules { guard: config.guard, auto_lock: config.auto_lock },
             durable: config.committed,
             ledger: config.ledger,
@@ -181,6 +199,11 @@ impl Run {
             RunEvent::Start => {}
             RunEvent::BatchLoaded { step, targets } => self.batch_loaded(step, targets),
             RunEvent::Node(message) => self.on_node(message, &mut out),
+            RunEvent::Norm { step, attempt, sums, loss, clipped, redo } => {
+                if self.swept(step, attempt, sums, loss, redo) && !redo {
+                    self.recent = self.recent.with(clipped);
+                }
+            }
             RunEvent::Durable { step } => self.on_durable(step, &mut out),
             RunEvent::CommitFailed { .. } => self.end(End::Failed, &mut out),
             RunEvent::StopRequested => self.stopping = true,
@@ -199,7 +222,9 @@ impl Run {
 
     fn on_node(&mut self, message: FromNode, out: &mut Vec<RunCommand>) {
         match message {
-            FromNode::Norm { step, attempt, sums, loss } => self.swept(step, attempt, sums, loss),
+            FromNode::Norm { step, attempt, sums, loss } => {
+                self.swept(step, attempt, sums, loss, false);
+            }
             FromNode::Prepared { step, attempt, weights } => {
                 self.prepared(step, attempt, &weights, out);
             }
@@ -209,11 +234,23 @@ impl Run {
         }
     }
 
-    fn swept(&mut self, step: Step, attempt: Attempt, sums: Arc<[f64]>, loss: f64) {
-        let Some(front) = self.front.as_mut().filter(|f| f.attempt == attempt) else { return };
+    /// Whether the attempt is still wanted.
+    fn swept(
+        &mut self,
+        step: Step,
+        attempt: Attempt,
+        sums: Arc<[f64]>,
+        loss: f64,
+        redo: bool,
+    ) -> bool {
+        let Some(front) = self.front.as_mut().filter(|f| f.attempt == attempt) else {
+            return false;
+        };
         assert_eq!(front.step, step, "norm of another step");
         let loss = loss / front.targets.max(1) as f64;
         front.swept = Some(Swept { loss, sums, targets: front.targets });
+        front.redo = redo;
+        true
     }
 
     fn prepared(
@@ -223,6 +260,8 @@ impl Run {
         weights: &[f64],
         out: &mut Vec<RunCommand>,
     ) {
+        let swept = self.front.as_ref().is_none_or(|front| front.attempt != attempt);
+        assert!(swept, "step {step} is prepared before it may be applied");
         let Some(tail) = self.tail.as_mut().filter(|t| t.attempt == attempt) else { return };
         assert_eq!((tail.step, tail.phase), (step, Phase::Updating));
         tail.phase = Phase::Committing;
@@ -337,10 +376,16 @@ impl Run {
         if self.tail.is_some() {
             return;
         }
-        let Some(Front { step, attempt, swept: Some(swept), .. }) = &self.front else { return };
+        let Some(Front { step, attempt, swept: Some(swept), redo, .. }) = &self.front else {
+            return;
+        };
         let (step, attempt) = (*step, *attempt);
         if let Some(reason) = self.ledger.judge(&self.rules, swept) {
             return self.refuse(step, attempt, reason, out);
+        }
+        if *redo {
+            self.front = None;
+            return self.abort(attempt, out);
         }
         // In forward order.
         let sum_of_squares = swept.sums.iter().sum();
@@ -383,8 +428,9 @@ impl Run {
         let attempt = self.attempt;
         let before = self.tail.as_ref().map_or(&self.ledger, |tail| &tail.ledger);
         let locked = Arc::clone(&before.locked);
-        self.front = Some(Front { step, attempt, targets, swept: None });
-        out.push(RunCommand::Node(ToNode::Begin { step, attempt, locked }));
+        self.front = Some(Front { step, attempt, targets, swept: None, redo: false });
+        let policy = self.updates.policy(self.recent);
+        out.push(RunCommand::Node(ToNode::Begin { step, attempt, locked, policy }));
         self.load(out);
     }
 

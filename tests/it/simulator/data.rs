@@ -11,6 +11,8 @@ pub(crate) struct Data {
     pub(crate) faults_per_thousand: u64,
     /// From which step on each layer hardly has a gradient; 0: never.
     pub(crate) quiet_from: Vec<u64>,
+    /// Some gradients are too long.
+    pub(crate) clips: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +46,11 @@ impl Data {
             Some(Fault::Spike) => 50.0 + noise,
             _ => 3.0 + noise,
         }
+    }
+
+    /// Whether the step's gradient has to be clipped.
+    pub(crate) fn clipped(&self, step: Step) -> bool {
+        self.clips && mix(self.seed ^ 0xc11b, step.0).is_multiple_of(2)
     }
 
     /// Square sum of a layer's gradient.

@@ -68,8 +68,8 @@ impl Disk {
         &mut self,
         (step, attempt): (Step, Attempt),
         layer: LayerId,
-        from: Slot,
-        to: Slot,
+        (from, to): (Slot, Slot),
+        factor: bool,
     ) -> u64 {
         let at = layer.index();
         assert_eq!(from, self.record.live[at], "layer {layer}: reads a dead slot");
@@ -80,7 +80,7 @@ impl Disk {
         assert_eq!(*self.writing.get_or_insert(attempt), attempt, "two attempts write");
         self.slots[at][to as usize] = None;
         let before = self.slots[at][from as usize].expect("a live slot");
-        mix(before.digest, step.0)
+        updated(before.digest, step, factor)
     }
 
     pub(crate) fn finish_update(&mut self, step: Step, layer: LayerId, slot: Slot, digest: u64) {
@@ -119,15 +119,16 @@ impl Disk {
         assert!(!written || version.step == before, "layer {layer} is old for step {step}");
     }
 
-    /// A record goes on its way; `locked`: what its attempt left out.
-    pub(crate) fn start_record(&mut self, command: &RunCommand, locked: &[bool]) {
+    /// A record goes on its way; `locked`: what its attempt left out; `clipped`: its updates must
+    /// have been made with the factor.
+    pub(crate) fn start_record(&mut self, command: &RunCommand, locked: &[bool], clipped: bool) {
         assert!(self.committing.is_none(), "two records at once");
         let mut next = self.record.clone();
         match command {
             RunCommand::Commit { step, attempt, ledger } => {
                 assert_eq!(locked, &*self.record.ledger.locked, "step {step} had other locks");
                 (next.step, next.attempt, next.ledger) = (*step, *attempt, ledger.clone());
-                self.flip(&mut next);
+                self.flip(&mut next, clipped);
             }
             RunCommand::Skip { step, attempt, ledger } => {
                 assert_eq!(ledger.locked, next.ledger.locked, "a skip locks");
@@ -142,7 +143,7 @@ impl Disk {
     }
 
     /// What the step wrote becomes live: of the layers that were not locked in it.
-    fn flip(&self, next: &mut Record) {
+    fn flip(&self, next: &mut Record, clipped: bool) {
         for (at, locked) in self.record.ledger.locked.iter().enumerate() {
             if *locked {
                 assert!(next.ledger.locked[at], "layer {at} is unlocked by itself");
@@ -150,8 +151,8 @@ impl Disk {
             }
             let old = self.slots[at][next.live[at] as usize].expect("a live slot");
             next.live[at] = next.live[at].other();
-            let new =
-                Version { step: next.step, digest: mix(old.digest, next.step.0), synced: true };
+            let digest = updated(old.digest, next.step, clipped);
+            let new = Version { step: next.step, digest, synced: true };
             assert_eq!(self.slots[at][next.live[at] as usize], Some(new), "layer {at}");
             next.t[at] += 1;
             next.applied[at].push(next.step.0);
@@ -212,4 +213,9 @@ pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let mut x = a.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ b.wrapping_add(0xD1B5_4A32_D192_ED03);
     x = (x ^ (x >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     x ^ (x >> 32)
+}
+
+/// A version's digest after a step's update.
+fn updated(before: u64, step: Step, factor: bool) -> u64 {
+    mix(before, 2 * step.0 + u64::from(factor))
 }

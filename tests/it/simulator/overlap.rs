@@ -6,12 +6,12 @@ pub(super) const UNIT: Time = 1_000_000;
 
 /// I/O by the bytes per parameter of a fused step: 4 read forward; 4 read backward and 20 moved by
 /// the update. In both sweeps a layer's I/O takes as long as its compute.
-pub(super) fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
+pub(super) fn balanced(updates: impl Into<Updates>, weight_buffers: usize) -> Setup {
     Setup {
         layers: 32,
         tied: true,
         micros: 2,
-        policy,
+        updates: updates.into(),
         weight_buffers,
         tight: false,
         steps: 4,
@@ -22,6 +22,7 @@ pub(super) fn balanced(policy: Policy, weight_buffers: usize) -> Setup {
             backward: 24 * UNIT,
             commit: UNIT,
             park: UNIT,
+            unbind: 0,
         },
         faults_per_million: 0,
         deaths_per_million: 0,
@@ -62,16 +63,37 @@ fn without_prefetch_the_bound_is_missed() {
 
 #[test]
 fn every_policy_and_shape_commits_every_step() {
-    for policy in [Policy::Fused, Policy::Deferred] {
+    let all = [Policy::Fused.into(), Policy::Deferred.into(), Updates::Speculative, Updates::Auto];
+    for updates in all {
         for tied in [true, false] {
             for (micros, tight) in [(1, false), (3, false), (1, true), (3, true)] {
-                let setup = Setup { tied, micros, tight, layers: 5, ..balanced(policy, 2) };
+                let setup = Setup { tied, micros, tight, layers: 5, ..balanced(updates, 2) };
                 let mut world = World::new(setup);
                 assert_eq!(world.run(), End::Completed);
                 assert_eq!((world.durable_at.len(), world.aborts), (4, 0));
             }
         }
     }
+}
+
+#[test]
+fn speculation_costs_an_attempt_where_it_was_wrong_and_auto_gives_it_up() {
+    let run = |updates: Updates| {
+        let data = Data { clips: true, seed: 3, ..Data::default() };
+        let mut world = World::new(Setup { steps: 40, layers: 3, data, ..balanced(updates, 2) });
+        assert_eq!(world.run(), End::Completed);
+        assert_eq!(world.durable_at.len(), 40);
+        let clipped = (1..=40).filter(|&step| world.setup.data.clipped(Step(step))).count() as u64;
+        (world.aborts, clipped, world.records.pop().unwrap())
+    };
+    let (deferred, clipped, want) = run(Policy::Deferred.into());
+    assert!(deferred == 0 && clipped > 10, "{deferred} {clipped}");
+    let (speculative, _, record) = run(Updates::Speculative);
+    assert_eq!(speculative, clipped);
+    assert!(record.agrees(&want));
+    let (auto, _, record) = run(Updates::Auto);
+    assert!(auto > 0 && auto < clipped / 2, "{auto} of {clipped}");
+    assert!(record.agrees(&want));
 }
 
 #[test]

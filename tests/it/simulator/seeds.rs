@@ -37,7 +37,9 @@ impl Dice {
 
 fn setup(seed: u64) -> Setup {
     let mut dice = Dice(mix(seed, 0));
-    let policy = if dice.one_in(2) { Policy::Fused } else { Policy::Deferred };
+    let updates =
+        [Policy::Fused.into(), Policy::Deferred.into(), Updates::Speculative, Updates::Auto]
+            [dice.roll(4) as usize];
     let layers = 1 + dice.roll(5) as usize;
     let all = layers + 2;
     let steps = 3 + dice.roll(10);
@@ -64,9 +66,13 @@ fn setup(seed: u64) -> Setup {
         number("loss_deviation_bits", 0.05f64.to_bits()),
         number("of_somebody_else", 7),
     ]);
+    let calm = balanced(updates, 2 + dice.roll(2) as usize);
+    // Slow answers of the device let a layer's update overtake its own sweep.
+    let unbind = if dice.one_in(3) { 80 * UNIT } else { 0 };
     Setup {
         layers,
         tied: dice.one_in(2),
+        costs: Costs { unbind, ..calm.costs },
         micros: 1 + dice.roll(2) as u32,
         tight: dice.one_in(3),
         steps,
@@ -81,20 +87,22 @@ fn setup(seed: u64) -> Setup {
             seed: mix(seed, 2),
             faults_per_thousand: [0, 0, 100, 300, 900][dice.roll(5) as usize],
             quiet_from: (0..all).map(|_| dice.roll(2) * dice.roll(steps)).collect(),
+            // Nobody fuses where the whole norm decides, but by speculation.
+            clips: updates != Policy::Fused.into(),
         },
         seed,
-        ..balanced(policy, 2 + dice.roll(2) as usize)
+        ..calm
     }
 }
 
-/// The records of a run in which nothing goes wrong but the data, by the other policy.
+/// The records of a run in which nothing goes wrong but the data, by another policy.
 fn calm(setup: &Setup) -> (End, Vec<Record>) {
-    let policy = match setup.policy {
-        Policy::Fused => Policy::Deferred,
-        Policy::Deferred => Policy::Fused,
+    let other = match setup.updates {
+        Updates::Always(Policy::Deferred) => Updates::Speculative,
+        _ => Policy::Deferred.into(),
     };
     let mut world = World::new(Setup {
-        policy,
+        updates: other,
         tight: false,
         faults_per_million: 0,
         deaths_per_million: 0,

@@ -33,7 +33,10 @@ impl World {
             }
             NodeCommand::Compute { attempt, op, .. } => self.compute(attempt, op),
             NodeCommand::Unbind { attempt, visit } => {
-                self.occupy(Resource::Device, 0, attempt, NodeEvent::Unbound { attempt, visit });
+                let (end, late) = (self.start_of(Resource::Device), self.setup.costs.unbind);
+                let end = end + self.vary(late);
+                self.process.in_flight_until = self.process.in_flight_until.max(end);
+                self.at(end, Happening::Node(NodeEvent::Unbound { attempt, visit }));
             }
             NodeCommand::Update { step, attempt, layer, from, to } => {
                 self.update(step, attempt, layer, from, to);
@@ -61,7 +64,19 @@ impl World {
     }
 
     fn report(&mut self, report: FromNode) {
-        self.after(1, Happening::Run(RunEvent::Node(report)));
+        let event = match report {
+            FromNode::Norm { step, attempt, sums, loss } => {
+                let begun = &self.process.attempts[&attempt];
+                let clipped = self.setup.data.clipped(step);
+                let redo = clipped && begun.policy == Policy::Fused && !begun.factor;
+                if redo {
+                    self.process.known = Some(step);
+                }
+                RunEvent::Norm { step, attempt, sums, loss, clipped, redo }
+            }
+            other => RunEvent::Node(other),
+        };
+        self.after(1, Happening::Run(event));
     }
 
     fn compute(&mut self, attempt: Attempt, op: ComputeOp) {
@@ -71,7 +86,7 @@ impl World {
             ComputeOp::Backward { .. } => self.setup.costs.backward / micros,
             _ => 0,
         };
-        let (step, locked) = self.process.attempts[&attempt].clone();
+        let Begun { step, locked, .. } = self.process.attempts[&attempt].clone();
         let data = &self.setup.data;
         let event = match op {
             ComputeOp::HeadLoss { micro } => {
@@ -96,7 +111,8 @@ impl World {
     }
 
     fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
-        let digest = self.disk.start_update((step, attempt), layer, from, to);
+        let factor = self.process.attempts[&attempt].factor;
+        let digest = self.disk.start_update((step, attempt), layer, (from, to), factor);
         let end = self.start_of(Resource::Disk) + self.vary(self.setup.costs.update);
         self.process.busy_until.insert(Resource::Disk, end);
         self.process.in_flight_until = self.process.in_flight_until.max(end);
@@ -111,6 +127,6 @@ impl World {
     }
 
     fn check_read(&self, attempt: Attempt, layer: LayerId, slot: Slot) {
-        self.disk.check_read(self.process.attempts[&attempt].0, layer, slot);
+        self.disk.check_read(self.process.attempts[&attempt].step, layer, slot);
     }
 }

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use model::{Attempt, LayerId, Micro, Step};
 
-use crate::{Visit, VisitId};
+use crate::{Policy, Visit, VisitId};
 
 #[derive(Debug)]
 pub(super) struct Pass {
     pub(super) step: Step,
     pub(super) attempt: Attempt,
+    pub(super) policy: Policy,
     /// What the sweeps consist of, which follows from what is locked.
     pub(super) visits: Vec<Visit>,
     /// Index of the next visit whose weights are read.
@@ -32,8 +33,8 @@ pub(super) struct Pass {
 
 impl Pass {
     pub(super) fn new(
-        step: Step,
-        attempt: Attempt,
+        (step, attempt): (Step, Attempt),
+        policy: Policy,
         micros: u32,
         visits: Vec<Visit>,
         locked: &[bool],
@@ -42,6 +43,7 @@ impl Pass {
         Pass {
             step,
             attempt,
+            policy,
             visits,
             next_stream: 0,
             next_compute: 0,

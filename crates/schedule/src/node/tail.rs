@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use model::{Attempt, LayerId, Step};
 
+use crate::Policy;
+
 /// Layers the optimizer works on at once: one is read while another one is written.
 const UPDATES_IN_FLIGHT: usize = 2;
 
@@ -12,6 +14,7 @@ const UPDATES_IN_FLIGHT: usize = 2;
 pub(super) struct Tail {
     pub(super) step: Step,
     pub(super) attempt: Attempt,
+    pub(super) policy: Policy,
     waiting: VecDeque<LayerId>,
     in_flight: usize,
     /// By layer: not part of the step.
@@ -19,6 +22,9 @@ pub(super) struct Tail {
     updated: Vec<bool>,
     /// Square sums of new weights.
     weights: Vec<f64>,
+    /// The run has judged the step; before that fused updates may be made, but not become part of
+    /// it.
+    pub(super) applied: bool,
     sync: Sync,
 }
 
@@ -30,15 +36,17 @@ enum Sync {
 }
 
 impl Tail {
-    pub(super) fn new(step: Step, attempt: Attempt, locked: Arc<[bool]>) -> Tail {
+    pub(super) fn new(step: Step, attempt: Attempt, locked: Arc<[bool]>, policy: Policy) -> Tail {
         Tail {
             step,
             attempt,
+            policy,
             waiting: VecDeque::new(),
             in_flight: 0,
             updated: vec![false; locked.len()],
             weights: vec![0.0; locked.len()],
             locked,
+            applied: false,
             sync: Sync::NotStarted,
         }
     }
@@ -84,8 +92,9 @@ impl Tail {
 
     /// Whether it is time to sync; true once.
     pub(super) fn start_sync(&mut self) -> bool {
-        let start =
-            self.sync == Sync::NotStarted && self.layers().all(|layer| self.is_updated(layer));
+        let start = self.applied
+            && self.sync == Sync::NotStarted
+            && self.layers().all(|layer| self.is_updated(layer));
         if start {
             self.sync = Sync::Started;
         }
