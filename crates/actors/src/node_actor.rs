@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use compute::{Command, Outcome};
 use kameo::prelude::*;
 use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Precision, Slot, Step, Weights};
-use schedule::{ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId};
+use schedule::{
+    Again, ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId,
+};
 use store::AfterUse;
 
 use crate::Clip;
@@ -297,7 +299,11 @@ impl NodeActor {
                     directory.node().post(NodeMessage::Weights { attempt, visit, result });
                 });
                 let elements = tile.elements;
-                let after = if again { AfterUse::Keep } else { AfterUse::Forget };
+                let after = match again {
+                    Again::Never => AfterUse::Forget,
+                    Again::Soon => AfterUse::Keep,
+                    Again::Later => AfterUse::IfRoom,
+                };
                 let at = (layer, slot);
                 let precision = self.precision;
                 let request = StoreRequest::ReadWeights { at, elements, precision, after, reply };

@@ -94,15 +94,22 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
 /// The engine for a store whose live state has `state_bytes`: what fits into memory beside the
 /// budget stays cached, the rest makes way at once.
 pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
-    mmap_engine(IO_THREADS, state_bytes < available_ram_bytes() / 2)
+    mmap_engine(IO_THREADS, is_cacheable(state_bytes))
 }
 
-/// The engine to train with.
+fn is_cacheable(state_bytes: u64) -> bool {
+    state_bytes < available_ram_bytes() / 2
+}
+
+/// The engine to train with: the page cache serves what fits into it, and only slows down what
+/// does not.
 pub(crate) fn training_engine(choice: Option<IoChoice>, state_bytes: u64) -> Arc<dyn Io> {
-    match choice.unwrap_or(IoChoice::Auto) {
-        IoChoice::Direct => direct_engine(IO_DEPTH),
-        IoChoice::Auto | IoChoice::Mmap => engine(state_bytes),
-    }
+    let direct = match choice.unwrap_or(IoChoice::Auto) {
+        IoChoice::Direct => true,
+        IoChoice::Mmap => false,
+        IoChoice::Auto => !is_cacheable(state_bytes),
+    };
+    if direct { direct_engine(IO_DEPTH) } else { engine(state_bytes) }
 }
 
 /// `engine`, which fails where the plan says so.

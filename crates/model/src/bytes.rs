@@ -60,6 +60,16 @@ impl HostBytes {
         HostBytes { start, len, writable, _owner: Box::new(owner) }
     }
 
+    /// The same block, which is passed to `release` instead of being dropped.
+    pub fn released_to<R>(self, release: R) -> HostBytes
+    where
+        R: FnOnce(HostBytes) + Send + Sync + 'static,
+    {
+        let (start, len, writable) = (self.start, self.len, self.writable);
+        let owner = Released { block: Some(self), release: Some(release) };
+        HostBytes { start, len, writable, _owner: Box::new(owner) }
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
@@ -139,6 +149,20 @@ impl fmt::Debug for HostBytes {
             .field("len", &self.len)
             .field("writable", &self.writable)
             .finish()
+    }
+}
+
+/// Owns a block that does not move, and hands it on when the block around it is dropped.
+struct Released<R: FnOnce(HostBytes)> {
+    block: Option<HostBytes>,
+    release: Option<R>,
+}
+
+impl<R: FnOnce(HostBytes)> Drop for Released<R> {
+    fn drop(&mut self) {
+        if let (Some(block), Some(release)) = (self.block.take(), self.release.take()) {
+            release(block);
+        }
     }
 }
 
@@ -226,6 +250,19 @@ mod tests {
         assert_eq!(Arc::strong_count(&lease), 2);
         drop(block);
         assert_eq!(Arc::strong_count(&lease), 1);
+    }
+
+    #[test]
+    fn a_released_block_comes_back_whole() {
+        let back = Arc::new(std::sync::Mutex::new(None));
+        let mut block = HostBytes::zeroed(8);
+        block.f32s_mut()[1] = 2.5;
+        let here = Arc::clone(&back);
+        let lent = block.released_to(move |block| *here.lock().unwrap() = Some(block));
+        assert_eq!((lent.f32s(), lent.is_writable()), (&[0.0, 2.5][..], true));
+        assert!(back.lock().unwrap().is_none());
+        drop(lent);
+        assert_eq!(back.lock().unwrap().take().unwrap().f32s(), [0.0, 2.5]);
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! - everything is derived from [`ModelConfig`] alone, never from a memory budget, so that bits
 //!   never depend on one.
 
+mod budget;
 mod bytes;
 mod config;
 mod hash;
@@ -17,12 +18,13 @@ mod os;
 mod planes;
 mod weights;
 
+pub use budget::{Budget, BudgetError, Spare};
 pub use bytes::{HostBytes, PAGE_BYTES};
 pub use config::{ConfigError, Family, ModelConfig, RopeScaling};
 pub use hash::{hex, parse_hex};
 pub use ids::{Attempt, LayerId, Micro, Slot, Step, TileId};
 pub use layers::{LayerKind, LayerSpec, LayerTable, Role, TensorSpec, TileSpec, VOCAB_TILE_ROWS};
-pub use limits::{Budget, BudgetError, CHUNK_BYTES, Limits, RunShape, Workspace};
+pub use limits::{CHUNK_BYTES, Limits, RunShape, Workspace};
 pub use planes::{
     CHUNK_ELEMENTS, MOMENT_BLOCK, PLANES, Plane, PlaneSpec, PlaneType, Precision, StateLayout,
     from_bf16, from_bf16_into, join, join_into, split, split_into, to_bf16,

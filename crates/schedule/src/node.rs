@@ -108,6 +108,16 @@ pub enum NodeEvent {
     },
 }
 
+/// When the bytes that a visit reads are read again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Again {
+    Never,
+    /// By the optimizer, right after.
+    Soon,
+    /// On the sweep's way back, or in the next step.
+    Later,
+}
+
 /// What a node wants done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum NodeCommand {
@@ -118,15 +128,14 @@ pub enum NodeCommand {
         layer: LayerId,
         slot: Slot,
     },
-    /// Read a tile's weights and bind them on the device under the visit's name. `again`: the
-    /// optimizer reads the same bytes soon after.
+    /// Read a tile's weights and bind them on the device under the visit's name.
     StreamIn {
         attempt: Attempt,
         visit: VisitId,
         layer: LayerId,
         tile: TileSpec,
         slot: Slot,
-        again: bool,
+        again: Again,
     },
     /// Move a layer's input from the device to `scratch/`, once what was enqueued is done with it.
     Park {
@@ -523,9 +532,15 @@ impl Node {
     }
 }
 
-/// Whether the optimizer runs on what the visit reads right after the sweep has passed it; on the
-/// embedding, tied to the head or not, it runs last.
-fn reads_again(policy: Policy, visit: &Visit) -> bool {
+/// Fused, the optimizer runs on what the visit reads right after the sweep has passed it; on the
+/// embedding, tied to the head or not, it runs last. What is not updated before stays as it is for the
+/// way back.
+fn reads_again(policy: Policy, visit: &Visit) -> Again {
     let updates = visit.gradient().is_some_and(|layer| layer.index() > 0);
-    policy == Policy::Fused && updates
+    match visit.kind {
+        _ if updates && policy == Policy::Fused => Again::Soon,
+        VisitKind::Forward | VisitKind::HeadNorm | VisitKind::HeadScore => Again::Later,
+        VisitKind::Backward if !visit.trains => Again::Later,
+        _ => Again::Never,
+    }
 }

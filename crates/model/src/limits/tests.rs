@@ -1,6 +1,4 @@
-//! The budget against a plain count, and the limits' sums.
-
-use proptest::prelude::*;
+//! The limits' sums.
 
 use super::*;
 use crate::ModelConfig;
@@ -102,38 +100,4 @@ fn what_stays_in_memory_fits_the_limit() {
         last = Some(limits);
     }
     assert!(last.is_some_and(|l| !l.spilled.contains(&true)));
-}
-
-#[test]
-fn dropped_blocks_are_reused_and_make_room_for_other_lengths() {
-    let budget = Budget::new(10_000);
-    let address = budget.block(8_000).unwrap().bytes().as_ptr();
-    assert_eq!(budget.block(8_000).unwrap().bytes().as_ptr(), address);
-    assert_eq!(budget.block(9_000).unwrap().len(), 9_000);
-    assert_eq!((budget.used_bytes(), budget.peak_bytes()), (0, 9_000));
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(500))]
-
-    #[test]
-    fn a_budget_never_exceeds_its_total(lengths in prop::collection::vec(1usize..5_000, 1..40)) {
-        let budget = Budget::new(10_000);
-        let mut living: Vec<HostBytes> = Vec::new();
-        for len in lengths {
-            let sum: usize = living.iter().map(HostBytes::len).sum();
-            match budget.block(len) {
-                Ok(block) => {
-                    prop_assert!(sum + len <= 10_000);
-                    living.push(block);
-                }
-                Err(BudgetError::Exhausted { used_bytes, .. }) => {
-                    prop_assert!(sum + len > 10_000);
-                    prop_assert_eq!(used_bytes, sum);
-                    living.remove(0);
-                }
-                Err(other) => prop_assert!(false, "{other}"),
-            }
-        }
-    }
 }

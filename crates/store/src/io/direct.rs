@@ -3,6 +3,7 @@
 //! Invariants:
 //! - what is not whole pages - small files, rows, the last bytes of a plane - goes through the page
 //!   cache, which the system keeps coherent with the rest;
+//! - what is read again stays in the budget's spare memory, for as long as nobody else needs it;
 //! - a file system without direct I/O is served through the cache, and a kernel without io_uring by
 //!   threads: neither is refused.
 
@@ -15,6 +16,7 @@ use std::sync::{Arc, OnceLock};
 use model::{Budget, HostBytes};
 
 use super::job::{Flying, Job, Moves};
+use super::kept::Kept;
 use super::local::{Local, OpenFile, Transfer};
 use super::pool::Pool;
 use super::{Access, AfterUse, Io, IoDone, IoError, Part, Target, os};
@@ -22,6 +24,8 @@ use crate::StoreError;
 
 /// Threads of an engine without io_uring.
 const THREADS_MAX: u32 = 16;
+/// Threads that copy what memory still holds.
+const COPIERS: usize = 2;
 
 /// The disk past the page cache, with at most `depth` requests at the kernel. Blocks that are read
 /// into are leased from the caller's budget.
@@ -29,12 +33,13 @@ const THREADS_MAX: u32 = 16;
 /// Raises the process's soft limit of open files to the hard one.
 pub fn direct_engine(depth: u32) -> Arc<dyn Io> {
     let carriers = Carriers::ring(depth.max(1)).unwrap_or_else(|| Carriers::threads(depth));
-    Arc::new(Local::new(Direct { carriers }))
+    Arc::new(Local::new(Direct::new(carriers)))
 }
 
 #[derive(Debug)]
 struct Direct {
-    carriers: Carriers,
+    carriers: Arc<Carriers>,
+    copiers: Pool,
 }
 
 /// Whoever does the jobs.
@@ -82,6 +87,7 @@ struct Handles {
     cached: Arc<File>,
     /// Opened when it is first of use.
     direct: OnceLock<Option<Arc<File>>>,
+    kept: Kept,
 }
 
 impl Handles {
@@ -92,6 +98,12 @@ impl Handles {
 }
 
 impl Direct {
+    fn new(carriers: Carriers) -> Direct {
+        Direct { carriers: Arc::new(carriers), copiers: Pool::new("store-copy", COPIERS) }
+    }
+}
+
+impl Carriers {
     fn start(
         &self,
         open: Arc<OpenFile<Handles>>,
@@ -103,7 +115,12 @@ impl Direct {
         let direct = if moves.direct_bytes(offset) > 0 { open.state.direct() } else { None };
         let cached = Arc::clone(&open.state.cached);
         let done = Box::new(move |result: io::Result<()>| done(result.map_err(|e| fail(&open, e))));
-        self.carriers.send(Job { moves, direct, cached, offset, done });
+        self.send(Job { moves, direct, cached, offset, done });
+    }
+
+    fn read(&self, open: Arc<OpenFile<Handles>>, offset: u64, part: Part, done: IoDone) {
+        let fail = |open: &OpenFile<Handles>, e| IoError::new("read", &open.path, e);
+        self.start(open, Moves::Into(part), offset, fail, done);
     }
 }
 
@@ -112,22 +129,49 @@ impl Transfer for Direct {
 
     fn opened(&self, file: &Arc<File>, _: &Path, _: Access) -> Handles {
         os::expect_no_order(file);
-        Handles { cached: Arc::clone(file), direct: OnceLock::new() }
+        Handles { cached: Arc::clone(file), direct: OnceLock::new(), kept: Kept::default() }
     }
 
     fn target(
         &self,
-        _: &Arc<OpenFile<Handles>>,
+        open: &Arc<OpenFile<Handles>>,
         range: Range<u64>,
         budget: &Budget,
         _: AfterUse,
     ) -> Result<Target, StoreError> {
-        Ok(Target::heap(budget.block((range.end - range.start) as usize)?))
+        match open.state.kept.take(&range) {
+            Some(block) => Ok(Target::in_place(block)),
+            None => Ok(Target::heap(budget.block((range.end - range.start) as usize)?)),
+        }
+    }
+
+    fn keeping(
+        &self,
+        open: Arc<OpenFile<Handles>>,
+        range: Range<u64>,
+        block: HostBytes,
+        budget: &Budget,
+    ) -> HostBytes {
+        let budget = budget.clone();
+        block.released_to(move |block| open.state.kept.keep(range, block, &budget))
     }
 
     fn read(&self, open: Arc<OpenFile<Handles>>, offset: u64, part: Part, done: IoDone) {
-        let fail = |open: &OpenFile<Handles>, e| IoError::new("read", &open.path, e);
-        self.start(open, Moves::Into(part), offset, fail, done);
+        let carriers = Arc::clone(&self.carriers);
+        if part.is_in_place() {
+            return self.copiers.run(move || finish(part, done));
+        }
+        let range = offset..offset + part.len() as u64;
+        match open.state.kept.find(&range) {
+            None => carriers.read(open, offset, part, done),
+            Some(kept) => self.copiers.run(move || {
+                let mut part = part;
+                match kept.fill(&mut part) {
+                    true => finish(part, done),
+                    false => carriers.read(open, offset, part, done),
+                }
+            }),
+        }
     }
 
     fn write(
@@ -139,20 +183,27 @@ impl Transfer for Direct {
         done: IoDone,
     ) {
         let wanted = range.len() as u64;
+        open.state.kept.forget(&(offset..offset + wanted));
         let done: IoDone =
             Box::new(move |result| done(result.map_err(|e: IoError| e.wanting(wanted))));
         let fail = |open: &OpenFile<Handles>, e| IoError::new("write", &open.path, e);
-        self.start(open, Moves::From(bytes, range), offset, fail, done);
+        self.carriers.start(open, Moves::From(bytes, range), offset, fail, done);
     }
 
     fn sync(&self, open: Arc<OpenFile<Handles>>, done: IoDone) {
         let fail =
             |open: &OpenFile<Handles>, e| IoError::new("sync", &open.path, e).losing_writes();
-        self.start(open, Moves::Nothing, 0, fail, done);
+        self.carriers.start(open, Moves::Nothing, 0, fail, done);
     }
+}
+
+/// The part goes before anybody is told.
+fn finish(part: Part, done: IoDone) {
+    drop(part);
+    done(Ok(()));
 }
 
 #[cfg(test)]
 pub(super) fn direct_engine_of_threads(depth: u32) -> Arc<dyn Io> {
-    Arc::new(Local::new(Direct { carriers: Carriers::threads(depth) }))
+    Arc::new(Local::new(Direct::new(Carriers::threads(depth))))
 }

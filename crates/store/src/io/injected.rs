@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use model::Budget;
+use model::{Budget, HostBytes};
 
 use super::{
     Access, AfterUse, FileId, Guard, Io, IoCounters, IoDone, IoError, Lock, LockKind, Op, Target,
@@ -239,6 +239,17 @@ impl Io for Injected {
     ) -> Result<Target, StoreError> {
         self.pass("map", Path::new("(injected)"))?;
         self.inner.target(file, offset, len, budget, after)
+    }
+
+    fn keeping(
+        &self,
+        file: FileId,
+        offset: u64,
+        block: HostBytes,
+        budget: &Budget,
+        after: AfterUse,
+    ) -> HostBytes {
+        self.inner.keeping(file, offset, block, budget, after)
     }
 
     fn submit(&self, op: Op, done: IoDone) {

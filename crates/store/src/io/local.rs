@@ -31,6 +31,16 @@ pub(super) trait Transfer: Send + Sync + fmt::Debug + 'static {
         budget: &Budget,
         after: AfterUse,
     ) -> Result<Target, StoreError>;
+    /// See [`Io::keeping`], for blocks that are wanted again.
+    fn keeping(
+        &self,
+        _: Arc<OpenFile<Self::State>>,
+        _: Range<u64>,
+        block: HostBytes,
+        _: &Budget,
+    ) -> HostBytes {
+        block
+    }
     fn read(&self, open: Arc<OpenFile<Self::State>>, offset: u64, part: Part, done: IoDone);
     /// Writes `bytes[range]` at `offset`.
     fn write(
@@ -253,6 +263,21 @@ impl<T: Transfer> Io for Local<T> {
             return Err(IoError::new("map", &open.path, source).into());
         }
         self.transfer.target(&open, offset..end, budget, after)
+    }
+
+    fn keeping(
+        &self,
+        file: FileId,
+        offset: u64,
+        block: HostBytes,
+        budget: &Budget,
+        after: AfterUse,
+    ) -> HostBytes {
+        if after == AfterUse::Forget || block.is_empty() {
+            return block;
+        }
+        let range = offset..offset + block.len() as u64;
+        self.transfer.keeping(self.file(file), range, block, budget)
     }
 
     fn submit(&self, op: Op, done: IoDone) {

@@ -10,6 +10,7 @@ mod direct;
 mod faulty;
 mod injected;
 mod job;
+mod kept;
 mod local;
 mod memory;
 mod mmap;
@@ -56,6 +57,8 @@ pub enum AfterUse {
     Forget,
     /// Somebody reads the range again soon and lets it go then.
     Keep,
+    /// Somebody reads the range again later: memory that nobody needs may hold it.
+    IfRoom,
 }
 
 /// Who else may hold a lock.
@@ -206,6 +209,18 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
         budget: &Budget,
         after: AfterUse,
     ) -> Result<Target, StoreError>;
+    /// The block that a read of all of its range has filled, so that its contents outlast its use
+    /// as `after` says, if the engine has a way. `budget` is the one it was leased from.
+    fn keeping(
+        &self,
+        _file: FileId,
+        _offset: u64,
+        block: HostBytes,
+        _budget: &Budget,
+        _after: AfterUse,
+    ) -> HostBytes {
+        block
+    }
     /// Starts a data operation.
     ///
     /// # Panics

@@ -203,3 +203,47 @@ fn what_is_read_again_soon_stays_cached_and_the_rest_goes() {
     read(AfterUse::Forget);
     assert_eq!(cached(), 0);
 }
+
+#[test]
+fn what_is_read_again_comes_from_memory_until_it_is_written_or_its_room_is_needed() {
+    let temporary = tempfile::tempdir().unwrap();
+    let path = temporary.path().join("f");
+    let io = direct_engine(4);
+    let (len, budget) = (16 * model::PAGE_BYTES, Budget::new(40 * model::PAGE_BYTES));
+    let file = io.create(&path, len as u64).unwrap();
+    let write = |byte: u8| {
+        let mut block = HostBytes::zeroed(len);
+        block.bytes_mut().fill(byte);
+        wait(|done| write_block(&*io, file, 0, &Arc::new(block), done)).unwrap();
+    };
+    let read = |offset: usize, len: usize, after| {
+        let target = io.target(file, offset as u64, len, &budget, after).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        let done = Box::new(move |block| sender.send(block).unwrap());
+        read_target(&*io, file, offset as u64, target, done);
+        let block = receiver.recv().unwrap().unwrap();
+        let block = io.keeping(file, offset as u64, block, &budget, after);
+        let first = block.bytes()[0];
+        assert!(block.bytes().iter().all(|byte| *byte == first));
+        first
+    };
+    // Somebody else, whom the engine does not see.
+    let behind = |byte: u8| std::fs::write(&path, vec![byte; len]).unwrap();
+
+    write(1);
+    assert_eq!(read(0, len, AfterUse::IfRoom), 1);
+    behind(2);
+    assert_eq!(read(0, len, AfterUse::IfRoom), 1, "the whole, from memory");
+    assert_eq!(read(4096, 8192, AfterUse::Forget), 1, "a part, from memory");
+    assert_eq!(read(len - 4096, 4096, AfterUse::Forget), 1, "the last part");
+    assert_eq!(read(0, len, AfterUse::IfRoom), 2, "nothing is kept behind its last part");
+    behind(3);
+    drop(budget.block(39 * model::PAGE_BYTES).unwrap());
+    assert_eq!(read(0, len, AfterUse::IfRoom), 3, "its room was needed");
+    write(4);
+    assert_eq!(read(4096, 4096, AfterUse::Forget), 4, "it was written");
+    behind(5);
+    assert_eq!(read(0, len, AfterUse::Forget), 5);
+    behind(6);
+    assert_eq!(read(0, len, AfterUse::Forget), 6, "nobody wanted it kept");
+}

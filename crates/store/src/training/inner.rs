@@ -268,8 +268,12 @@ impl Inner {
         match self.io.target(file, range.start, len, &self.budget, after) {
             Err(error) => done(Err(error)),
             Ok(target) => {
-                let done = Box::new(move |b: Result<_, IoError>| done(b.map_err(Into::into)));
-                read_target(&*self.io, file, range.start, target, done);
+                let (io, budget) = (Arc::clone(&self.io), self.budget.clone());
+                let read = move |block: Result<HostBytes, IoError>| {
+                    let keep = |block| io.keeping(file, range.start, block, &budget, after);
+                    done(block.map(keep).map_err(Into::into));
+                };
+                read_target(&*self.io, file, range.start, target, Box::new(read));
             }
         }
     }

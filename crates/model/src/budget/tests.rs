@@ -1,0 +1,72 @@
+//! The budget against a plain count, and blocks whose contents stay while there is room.
+
+use proptest::prelude::*;
+
+use super::*;
+
+#[test]
+fn spare_blocks_stay_until_their_room_is_needed_the_longest_kept_go_first() {
+    let budget = Budget::new(100);
+    let keep = |byte: u8| {
+        let mut block = budget.block(30).unwrap();
+        block.bytes_mut().fill(byte);
+        budget.spare(block)
+    };
+    let spares = [keep(1), keep(2), keep(3)];
+    let mut to = [0; 4];
+    assert!(spares[0].copy(26, &mut to) && to == [1; 4]);
+    // Ten bytes are free, thirty more are needed.
+    let other = budget.block(40).unwrap();
+    assert!(!spares[0].copy(0, &mut to) && spares[0].take().is_none());
+    assert!(spares[1].copy(0, &mut to) && to == [2; 4]);
+    let taken = spares[2].take().unwrap();
+    assert_eq!(taken.bytes(), [3; 30]);
+    assert!(matches!(budget.block(70), Err(BudgetError::Exhausted { .. })));
+    drop((other, taken));
+    assert!(spares[1].take().is_none());
+    assert_eq!(budget.block(100).unwrap().len(), 100);
+}
+
+#[test]
+fn a_spare_that_was_taken_does_not_count_as_one() {
+    let budget = Budget::new(60);
+    let spare = budget.spare(budget.block(30).unwrap());
+    drop(spare.take());
+    let kept = budget.spare(budget.block(30).unwrap());
+    let _all = [budget.block(30).unwrap()];
+    assert!(kept.take().is_some());
+}
+
+#[test]
+fn dropped_blocks_are_reused_and_make_room_for_other_lengths() {
+    let budget = Budget::new(10_000);
+    let address = budget.block(8_000).unwrap().bytes().as_ptr();
+    assert_eq!(budget.block(8_000).unwrap().bytes().as_ptr(), address);
+    assert_eq!(budget.block(9_000).unwrap().len(), 9_000);
+    assert_eq!((budget.used_bytes(), budget.peak_bytes()), (0, 9_000));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    #[test]
+    fn a_budget_never_exceeds_its_total(lengths in prop::collection::vec(1usize..5_000, 1..40)) {
+        let budget = Budget::new(10_000);
+        let mut living: Vec<HostBytes> = Vec::new();
+        for len in lengths {
+            let sum: usize = living.iter().map(HostBytes::len).sum();
+            match budget.block(len) {
+                Ok(block) => {
+                    prop_assert!(sum + len <= 10_000);
+                    living.push(block);
+                }
+                Err(BudgetError::Exhausted { used_bytes, .. }) => {
+                    prop_assert!(sum + len > 10_000);
+                    prop_assert_eq!(used_bytes, sum);
+                    living.remove(0);
+                }
+                Err(other) => prop_assert!(false, "{other}"),
+            }
+        }
+    }
+}
