@@ -3,7 +3,8 @@
 bits of one that nobody disturbed.
 
     cargo build --release
-    tests/campaigns/kills.py MODEL --work DIR [--kills 200] [--policies fused,deferred]
+    tests/campaigns/kills.py MODEL --work DIR [--kills 200] [--policies fused,deferred,speculative]
+        [--layout split8] [--more '--io direct --compute-dtype bf16']
 
 MODEL: a Hugging Face directory or a GGUF file, e.g. what tests/peers/get_smollm2.sh fetches. A run has 30
 steps; kills come 0.2 to 3 steps apart, the start of the process included. Exits with 1 if a hash differs.
@@ -22,6 +23,7 @@ HERE = pathlib.Path(__file__).resolve().parents[2]
 POLICIES = {
     "fused": ["--clip", "none", "--update", "fused"],
     "deferred": ["--update", "deferred"],
+    "speculative": ["--update", "speculative"],
 }
 
 
@@ -32,6 +34,8 @@ def main():
     parser.add_argument("--ftactor", default=str(HERE / "target/release/ftactor"))
     parser.add_argument("--kills", type=int, default=200, help="for each policy")
     parser.add_argument("--policies", default="fused,deferred")
+    parser.add_argument("--layout", default="f32")
+    parser.add_argument("--more", default="", help="options of every run")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
@@ -44,14 +48,15 @@ def main():
     text.write_text(" ".join(dice.choice(words) + str(i % 97) for i in range(60_000)))
     fresh = work / "fresh"
     if not fresh.exists():
-        run([args.ftactor, "import", args.model, "--store", str(fresh)])
+        run([args.ftactor, "import", args.model, "--store", str(fresh), "--layout", args.layout])
     results = [campaign(args, work, fresh, text, name) for name in args.policies.split(",")]
     print(json.dumps(results, indent=1))
     sys.exit(0 if all(r["wrong"] == 0 for r in results) else 1)
 
 
 def campaign(args, work, fresh, text, name):
-    train = lambda store, first: [args.ftactor, "solo", "--store", str(store), "--quiet", "--metrics", "off"] + (
+    train = lambda store, first: [args.ftactor, "solo", "--store", str(store), "--quiet", "--metrics", "off",
+                                  *args.more.split()] + (
         ["--data", str(text), "--steps", str(args.steps), "--seq-len", str(args.seq_len), "--batch-rows", "2",
          "--lr", "1e-5"] + POLICIES[name] if first else ["--update", name])
     calm = copy(fresh, work / f"calm-{name}")

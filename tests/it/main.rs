@@ -18,6 +18,7 @@ mod locked;
 mod locks;
 mod metrics;
 mod parity;
+mod plans;
 mod rig;
 mod simulator;
 mod stuck;

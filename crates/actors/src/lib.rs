@@ -47,5 +47,6 @@ pub use report::{
     Event, LayerSeconds, LayerStep, Observer, PhaseSeconds, StallSeconds, StepReport, Summary,
 };
 pub use run_actor::Clip;
+pub use scratch::scratch_bytes;
 pub use solo::{ACTOR_NAMES, Solo, SoloConfig};
 pub use watch::Patience;

@@ -12,6 +12,11 @@ pub(crate) struct ScratchMap {
     bytes: u64,
 }
 
+/// Bytes of the scratch file of a run within `limits`, of so many microbatches a step.
+pub fn scratch_bytes(limits: &Limits, micros: usize) -> u64 {
+    ScratchMap::new(limits, micros).bytes()
+}
+
 impl ScratchMap {
     pub(crate) fn new(limits: &Limits, micros: usize) -> ScratchMap {
         let mut end = 0;

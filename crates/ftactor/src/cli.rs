@@ -81,6 +81,10 @@ pub(crate) enum Command {
     /// Show how data is understood: documents, rows, tokens, targets
     #[command(after_help = "Example:\n  ftactor data --store ./store --data ./texts")]
     Data(DataArgs),
+    /// What training a model would ask of disk and RAM, layouts side by side, before anything is allocated
+    #[command(after_help = "Examples:\n  ftactor plan --size 7b --ram 12G --batch-rows 32\n  \
+        ftactor plan --store ./store --compute-dtype bf16\n  ftactor plan --config config.json --json")]
+    Plan(Box<PlanArgs>),
     /// Check equivalence, persistence and convergence on this machine
     #[command(after_help = "Example:\n  ftactor selftest")]
     Selftest(SelftestArgs),
@@ -286,6 +290,29 @@ pub(crate) struct DataArgs {
     /// Rows to show decoded
     #[arg(long, default_value_t = 2)]
     pub(crate) show: u64,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// A store that is there
+    #[arg(long, value_name = "DIR", group = "subject")]
+    pub(crate) store: Option<PathBuf>,
+    /// A Hugging Face config.json
+    #[arg(long, value_name = "FILE", group = "subject")]
+    pub(crate) config: Option<PathBuf>,
+    /// Llama's shape of this size, e.g. 7b or 70b
+    #[arg(long, value_name = "SIZE", group = "subject")]
+    pub(crate) size: Option<String>,
+    /// Only this layout [default: the store's, or all]
+    #[arg(long, value_name = "LAYOUT")]
+    pub(crate) layout: Option<StateLayout>,
+    /// Terabytes that the drive is rated to take
+    #[arg(long, value_name = "TB", default_value_t = 1200.0)]
+    pub(crate) tbw: f64,
+    #[command(flatten)]
+    pub(crate) options: TrainOptions,
     #[arg(long)]
     pub(crate) json: bool,
 }

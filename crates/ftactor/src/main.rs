@@ -14,6 +14,7 @@ mod machine;
 mod new_run;
 mod options;
 mod out;
+mod plan;
 mod progress;
 mod relayout;
 mod run_record;
@@ -59,6 +60,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Generate(args) => commands::generate(&args),
         Command::Eval(args) => commands::eval(&args),
         Command::Data(args) => commands::data(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::Selftest(args) => selftest::run(&args),
     }
 }

@@ -11,6 +11,7 @@
 //! - no slot of step s+1 is written before s is durable, and no live slot is ever written.
 
 mod auto_lock;
+mod cost;
 mod guard;
 mod ledger;
 mod node;
@@ -19,6 +20,7 @@ mod updates;
 mod visits;
 
 pub use auto_lock::AutoLock;
+pub use cost::{StepBytes, StepPlan};
 pub use guard::{Guard, Reason, SKIPS_IN_A_ROW, Trip};
 pub use ledger::Ledger;
 pub use node::{Again, Node, NodeCommand, NodeConfig, NodeEvent, Policy};

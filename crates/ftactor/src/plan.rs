@@ -1,0 +1,313 @@
+//! `plan`: what training a model asks of a machine, before anything is allocated.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use model::{LayerTable, Limits, ModelConfig, StateLayout};
+use schedule::{Policy, StepBytes, StepPlan, Updates};
+use serde_json::json;
+use store::{ReadingStore, show_bytes};
+
+use crate::cli::PlanArgs;
+use crate::exit::{Refused, refuse};
+use crate::machine;
+use crate::options::{TrainOptions, parse_size};
+use crate::out::outln;
+use crate::run_record::{Defaults, RunRecord};
+use crate::run_start;
+
+/// Shapes of Llama's kind by their usual names: hidden, feed-forward, layers, heads, key-value heads,
+/// vocabulary, tied.
+type Shape = (&'static str, usize, usize, usize, usize, usize, usize, bool);
+const SHAPES: [Shape; 9] = [
+    ("135m", 576, 1536, 30, 9, 3, 49_152, true),
+    ("360m", 960, 2560, 32, 15, 5, 49_152, true),
+    ("1b", 2048, 8192, 16, 32, 8, 128_256, true),
+    ("1.7b", 2048, 8192, 24, 32, 32, 49_152, true),
+    ("3b", 3072, 8192, 28, 24, 8, 128_256, true),
+    ("7b", 4096, 11_008, 32, 32, 32, 32_000, false),
+    ("8b", 4096, 14_336, 32, 32, 8, 128_256, false),
+    ("13b", 5120, 13_824, 40, 40, 40, 32_000, false),
+    ("70b", 8192, 28_672, 80, 64, 8, 128_256, false),
+];
+
+pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
+    let subject = Subject::of(args)?;
+    let ram_bytes = match &args.options.ram {
+        Some(text) => parse_size(text)?,
+        None => (machine::available_ram_bytes() / 2) as usize,
+    };
+    let record = record(&subject, &args.options)?;
+    let layouts = match args.layout.or(subject.layout) {
+        Some(layout) => vec![layout],
+        None => StateLayout::ALL.to_vec(),
+    };
+    let rows = layouts
+        .into_iter()
+        .map(|layout| Row::new(&subject, &record, &args.options, layout, ram_bytes, args.tbw))
+        .collect::<anyhow::Result<Vec<Row>>>()?;
+    let shape = record.shape();
+    if args.json {
+        let layouts: Vec<_> = rows.iter().map(Row::json).collect();
+        outln!(
+            "{}",
+            json!({
+                "model": subject.name,
+                "parameters": subject.table.elements(),
+                "tokens_per_step": shape.step_tokens(),
+                "compute_dtype": record.compute_dtype,
+                "ram_bytes": ram_bytes,
+                "layouts": layouts,
+            })
+        );
+        return Ok(ExitCode::SUCCESS);
+    }
+    outln!(
+        "{}: {} parameters, {} tokens a step ({} x {}), products in {}, {} of RAM",
+        subject.name,
+        subject.table.elements(),
+        shape.step_tokens(),
+        shape.batch_rows,
+        shape.seq_len,
+        record.compute_dtype,
+        show_bytes(ram_bytes as u64),
+    );
+    outln!(
+        "{:<8} {:>10} {:>10} {:>11} {:>11} {:>13}  gradients, inputs",
+        "layout",
+        "disk",
+        "RAM least",
+        "read/step",
+        "written",
+        format!("{} TBW", args.tbw)
+    );
+    rows.iter().for_each(|row| outln!("{row}"));
+    if let Some(row) = rows.iter().find(|row| row.fit.is_err()) {
+        outln!(
+            "not enough RAM for {}: it needs {} at least; raise --ram, or choose a smaller --micro-rows",
+            row.layout,
+            show_bytes(row.least_ram)
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What is planned for.
+struct Subject {
+    name: String,
+    config: ModelConfig,
+    table: LayerTable,
+    /// Of a store that is there.
+    layout: Option<StateLayout>,
+    defaults: Defaults,
+    locked: Vec<bool>,
+}
+
+impl Subject {
+    fn of(args: &PlanArgs) -> anyhow::Result<Subject> {
+        match (&args.store, &args.config, &args.size) {
+            (Some(dir), _, _) => Subject::of_store(dir),
+            (None, Some(file), _) => {
+                let config = ModelConfig::from_json(&machine::read_text(file)?)
+                    .with_context(|| file.display().to_string())?;
+                Ok(Subject::of_config(file.display().to_string(), config))
+            }
+            (None, None, Some(size)) => {
+                let shape = SHAPES.iter().find(|shape| shape.0.eq_ignore_ascii_case(size));
+                let Some(shape) = shape else {
+                    let known: Vec<&str> = SHAPES.iter().map(|shape| shape.0).collect();
+                    return refuse(format!(
+                        "--size {size}: expected one of {}; others from --config FILE",
+                        known.join(", ")
+                    ));
+                };
+                Ok(Subject::of_config(format!("Llama's shape of {size}"), config_of(shape)?))
+            }
+            (None, None, None) => refuse("give --store DIR, --config FILE or --size 7b"),
+        }
+    }
+
+    fn of_store(dir: &Path) -> anyhow::Result<Subject> {
+        let io = machine::engine(machine::store_bytes(dir));
+        let store = ReadingStore::open(io, dir, machine::LOCK_WAIT)?;
+        let config = ModelConfig::from_json(store.config_json())
+            .map_err(|e| Refused(format!("{}: {e}", dir.display())))?;
+        let locked = store.state().layers.iter().map(|layer| layer.locked).collect();
+        let defaults = run_start::defaults(&config, store.defaults());
+        let layout = Some(store.layout());
+        let name = dir.display().to_string();
+        Ok(Subject { layout, defaults, locked, ..Subject::of_config(name, config) })
+    }
+
+    fn of_config(name: String, config: ModelConfig) -> Subject {
+        let table = LayerTable::new(&config);
+        let defaults = Defaults { max_positions: config.max_positions, lr: 1e-5 };
+        let locked = vec![false; table.len()];
+        Subject { name, config, table, layout: None, defaults, locked }
+    }
+}
+
+fn config_of(shape: &Shape) -> anyhow::Result<ModelConfig> {
+    let (_, hidden, ffn, layers, heads, kv_heads, vocab, tied) = *shape;
+    let config = json!({
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": 8192,
+        "tie_word_embeddings": tied,
+    });
+    Ok(ModelConfig::from_json(&config.to_string())?)
+}
+
+fn record(subject: &Subject, options: &TrainOptions) -> anyhow::Result<RunRecord> {
+    RunRecord::new(options, subject.defaults, options.steps.unwrap_or(1), Vec::new(), String::new())
+}
+
+/// One layout's line.
+struct Row {
+    layout: StateLayout,
+    /// Both slots of every layer.
+    disk: u64,
+    least_ram: u64,
+    fit: Result<Fit, String>,
+    tbw: f64,
+}
+
+/// What a step comes to within the RAM that is given.
+struct Fit {
+    bytes: StepBytes,
+    updates: Updates,
+    scratch: u64,
+    spilled: usize,
+    parked: usize,
+    flops: f64,
+}
+
+impl Row {
+    fn new(
+        subject: &Subject,
+        record: &RunRecord,
+        options: &TrainOptions,
+        layout: StateLayout,
+        ram_bytes: usize,
+        tbw: f64,
+    ) -> anyhow::Result<Row> {
+        let updates = record.updates(options.update)?;
+        let within = |ram_bytes| {
+            let state = (&subject.table, layout);
+            run_start::limits(state, &subject.config, record, updates, ram_bytes)
+        };
+        let least_ram = match within(0) {
+            Ok(_) => 0,
+            Err(error) => needed(&error)?,
+        };
+        let fit = within(ram_bytes).map_err(|error| format!("{error:#}"));
+        Ok(Row {
+            layout,
+            disk: 2 * layout.bytes(subject.table.elements()) as u64,
+            least_ram,
+            fit: fit.map(|limits| Fit::new(subject, record, updates, layout, &limits)),
+            tbw,
+        })
+    }
+
+    /// Steps after which a drive that is rated for so many terabytes has written them.
+    fn steps_of_a_drive(&self) -> Option<f64> {
+        let fit = self.fit.as_ref().ok()?;
+        Some(self.tbw * 1e12 / fit.bytes.written.max(1) as f64)
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let fit = self.fit.as_ref();
+        let fit_json = fit.map(|fit| {
+            json!({
+                "asked_bytes": fit.bytes.read,
+                "read_bytes": fit.bytes.read_from_disk(),
+                "written_bytes": fit.bytes.written,
+                "scratch_bytes": fit.scratch,
+                "layers_with_gradients_on_disk": fit.spilled,
+                "layers_with_inputs_on_disk": fit.parked,
+                "update": update_name(fit.updates),
+                "product_flops": fit.flops,
+                "steps_until_rated_writes": self.steps_of_a_drive(),
+            })
+        });
+        json!({
+            "layout": self.layout.name(),
+            "disk_bytes": self.disk,
+            "least_ram_bytes": self.least_ram,
+            "step": fit_json.unwrap_or_default(),
+            "refused": fit.err(),
+        })
+    }
+}
+
+impl std::fmt::Display for Row {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Row { layout, disk, least_ram, fit, .. } = self;
+        let (disk, least) = (show_bytes(*disk), show_bytes(*least_ram));
+        write!(out, "{:<8} {disk:>10} {least:>10} ", layout.name())?;
+        let Ok(fit) = fit else { return write!(out, "does not fit the RAM") };
+        let (read, written) =
+            (show_bytes(fit.bytes.read_from_disk()), show_bytes(fit.bytes.written));
+        let steps = self.steps_of_a_drive().unwrap_or(0.0);
+        write!(out, "{read:>11} {written:>11} {steps:>7.0} steps  ")?;
+        match (fit.spilled, fit.parked) {
+            (0, 0) => write!(out, "in RAM")?,
+            (spilled, parked) => write!(out, "of {spilled} and {parked} layers on disk")?,
+        }
+        write!(out, ", {}", update_name(fit.updates))
+    }
+}
+
+impl Fit {
+    fn new(
+        subject: &Subject,
+        record: &RunRecord,
+        updates: Updates,
+        layout: StateLayout,
+        limits: &Limits,
+    ) -> Fit {
+        let updates = run_start::settled(updates, limits);
+        let policy = match updates {
+            Updates::Always(policy) => policy,
+            Updates::Speculative | Updates::Auto => Policy::Fused,
+        };
+        let plan = StepPlan {
+            table: &subject.table,
+            layout,
+            precision: run_start::workspace(&subject.config, layout, record).precision,
+            shape: record.shape(),
+            limits,
+            policy,
+            locked: &subject.locked,
+        };
+        let of_layers = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();
+        let spilled = if policy == Policy::Deferred { of_layers(&limits.spilled) } else { 0 };
+        Fit {
+            bytes: plan.bytes(),
+            updates,
+            scratch: actors::scratch_bytes(limits, record.shape().micros()),
+            spilled,
+            parked: of_layers(&limits.parked),
+            flops: plan.product_flops(),
+        }
+    }
+}
+
+fn update_name(updates: Updates) -> &'static str {
+    match updates {
+        Updates::Always(Policy::Fused) => "fused",
+        Updates::Always(Policy::Deferred) => "deferred",
+        Updates::Speculative => "speculative",
+        Updates::Auto => "speculative while little is clipped",
+    }
+}
+
+/// The bytes that a refusal of memory asks for.
+fn needed(error: &anyhow::Error) -> anyhow::Result<u64> {
+    match error.downcast_ref::<model::BudgetError>() {
+        Some(model::BudgetError::TooSmall { needed_bytes, .. }) => Ok(*needed_bytes),
+        _ => Err(anyhow::anyhow!("{error:#}")),
+    }
+}
