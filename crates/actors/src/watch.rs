@@ -6,7 +6,8 @@
 //! Invariants:
 //! - time counts only as far as the watch itself was awake: a stopped process, a sleeping machine or
 //!   a jumping clock makes nobody late;
-//! - nobody is late before the lane has a history, or before [`Patience::least`] has passed.
+//! - nobody is late before the lane has a history, or before [`Patience::least`] has passed;
+//! - a run that waits for nothing and is not over stands still, which is its machines' fault.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -66,6 +67,30 @@ const MAILBOX: &str = "message";
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Watch {
     lanes: Arc<Mutex<BTreeMap<LaneName, Lane>>>,
+}
+
+/// How long nothing has been in flight and no message been taken in.
+#[derive(Debug, Default)]
+struct Stillness {
+    taken: u64,
+    waited: Duration,
+}
+
+impl Stillness {
+    /// `taken`: messages that all actors have taken in so far.
+    fn pass(
+        &mut self,
+        busy: bool,
+        taken: u64,
+        awake: Duration,
+        patience: Patience,
+    ) -> Option<Late> {
+        let moves = busy || taken != self.taken;
+        self.waited = if moves { Duration::ZERO } else { self.waited + awake };
+        self.taken = taken;
+        let late = Late { lane: ("run", "anything"), waited: self.waited, usual: Duration::ZERO };
+        (self.waited > patience.least).then_some(late)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -136,6 +161,10 @@ impl Watch {
         late.collect::<Vec<_>>().into_iter().max_by_key(|late| late.waited)
     }
 
+    fn is_busy(&self) -> bool {
+        self.lanes().values().any(|lane| lane.in_flight > 0)
+    }
+
     fn lanes(&self) -> MutexGuard<'_, BTreeMap<LaneName, Lane>> {
         // Every change is a single complete one.
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
@@ -186,15 +215,20 @@ pub(crate) fn keep_watch(
 ) {
     let tick = TICK_MAX.min(patience.least / 4);
     let mut last = Instant::now();
+    let mut stillness = Stillness::default();
     while closed.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
         let now = Instant::now();
+        let mut taken = 0;
         for (actor, mailbox) in directory.mailboxes() {
             watch.mailbox(actor, mailbox, now);
+            taken += mailbox.posted.saturating_sub(mailbox.depth as u64);
         }
         // A stopped process wakes up here as well, long after.
         let awake = now.duration_since(last).min(2 * tick);
         last = now;
-        if let Some(Late { lane: (actor, what), waited, usual }) = watch.pass(awake, patience) {
+        let late = watch.pass(awake, patience);
+        let late = late.or_else(|| stillness.pass(watch.is_busy(), taken, awake, patience));
+        if let Some(Late { lane: (actor, what), waited, usual }) = late {
             let (waited, usual) = (waited.as_secs_f64(), usual.as_secs_f64());
             tracing::error!(actor, what, waited, usual, "stuck");
             directory.end(Err(Failure::Stuck { actor, what, waited, usual }));
@@ -295,6 +329,21 @@ mod tests {
         watch.asked(X, now);
         // Two seconds at most of each thousand were seen.
         assert_eq!(seconds_until_late(&watch, Patience::of_seconds(1)), 9);
+    }
+
+    #[test]
+    fn a_run_that_waits_for_nothing_is_noticed() {
+        let until_late = |events: &mut dyn Iterator<Item = (bool, u64)>| {
+            let mut stillness = Stillness::default();
+            let patience = Patience::of_seconds(2);
+            events
+                .take(10_000)
+                .position(|(busy, taken)| stillness.pass(busy, taken, SECOND, patience).is_some())
+        };
+        assert_eq!(until_late(&mut std::iter::repeat((true, 5))), None);
+        // Somebody who looks again every two seconds, because the disk is full.
+        assert_eq!(until_late(&mut (0..).map(|n| (false, n / 2))), None);
+        assert_eq!(until_late(&mut (0..).map(|n| (n < 7, 5))), Some(9));
     }
 
     #[test]
