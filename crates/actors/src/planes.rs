@@ -42,6 +42,9 @@ fn codes(state: usize) -> (&'static Code, Plane, Plane) {
     }
 }
 
+// The format's blocks are the codes'.
+const _: () = assert!(model::MOMENT_BLOCK == optim::CODE_BLOCK);
+
 /// Blocks of a piece that share a scale.
 fn blocks(piece: &Range<usize>) -> Range<usize> {
     piece.start / optim::CODE_BLOCK..piece.end.div_ceil(optim::CODE_BLOCK)

@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use model::{Budget, LayerId, LayerTable, Plane, Precision, Slot, StateLayout, Weights};
+use model::{Budget, HostBytes, LayerId, LayerTable, Plane, Precision, Slot, StateLayout, Weights};
 use serde_json::{Map, Value};
 
 mod inner;
@@ -167,10 +167,7 @@ impl TrainingStore {
         let files = inner.files(layer, slot);
         assert!(elements.start <= elements.end && elements.end <= files.elements, "{elements:?}");
         let done = self.guarding_locked(layer, slot, elements.start, done);
-        let layout = files.layout;
-        let count = layout.weight_planes(precision).len();
-        let whole = move |blocks| Weights::from_planes(layout, precision, blocks);
-        let reads = gather(count, Box::new(move |blocks| done(blocks.map(whole))));
+        let reads = weight_reads(files.layout, precision, done);
         for (plane, read) in files.planes.iter().zip(reads) {
             inner.read_plane(plane, elements.clone(), after, read);
         }
@@ -197,10 +194,7 @@ impl TrainingStore {
             return done(Err(StoreError::Invalid(format!("row {id} of a table of {rows}"))));
         }
         let files = self.inner.files(layer, slot);
-        let layout = files.layout;
-        let count = layout.weight_planes(precision).len();
-        let whole = move |blocks| Weights::from_planes(layout, precision, blocks);
-        let reads = gather(count, Box::new(move |blocks| done(blocks.map(whole))));
+        let reads = weight_reads(files.layout, precision, done);
         for (plane, read) in files.planes.iter().zip(reads) {
             let row_bytes = plane.spec.bytes(width);
             let target = match self.inner.budget.block(ids.len() * row_bytes) {
@@ -484,6 +478,17 @@ impl TrainingStore {
         let state = self.state();
         write_index(&*self.inner.io, &self.inner.dir, &self.inner.layout, &state)
     }
+}
+
+/// One completion per plane that weights are read from; the last to come passes them on.
+fn weight_reads(
+    layout: StateLayout,
+    precision: Precision,
+    done: Done<Weights>,
+) -> Vec<Done<HostBytes>> {
+    let whole = move |blocks| Weights::from_planes(layout, precision, blocks);
+    let count = layout.weight_planes(precision).len();
+    gather(count, Box::new(move |blocks| done(blocks.map(whole))))
 }
 
 /// Bytes that the log and small files may take between two looks at the disk.
