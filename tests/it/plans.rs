@@ -84,3 +84,39 @@ fn what_cannot_be_planned_is_refused_by_name() {
     ftactor(&["plan", "--store", "/nowhere"]).expect(2).says(&["/nowhere"]);
     ftactor(&["plan", "--size", "7b", "--layout", "f16"]).expect(2).says(&["f16"]);
 }
+
+#[test]
+fn a_profile_adds_seconds_and_one_of_another_machine_is_named() {
+    let lab = Lab::new();
+    let profile = lab.path("profile.toml");
+    let here = lab.path("");
+    let quick = ["--disk-bytes", "16M", "--row-tokens", "8"];
+    let bench = ["bench", "--store", &here, "--out", &profile, "--json"];
+    let measured = ftactor(&[&bench[..], &quick].concat()).expect(0).json();
+    let rates = &measured["rates"];
+    assert_eq!(rates["compute"].as_array().unwrap().len(), 6);
+    assert_eq!(rates["optimizer"].as_array().unwrap().len(), 4);
+    assert!(rates["disk"]["both"].as_f64().unwrap() > 0.0);
+    let ask = ["--size", "7b", "--ram", "16G", "--hardware", &profile, "--steps", "100"];
+    let planned = plan(&ask);
+    for layout in planned["layouts"].as_array().unwrap() {
+        let seconds = &layout["step"]["seconds"];
+        let of = |field: &str| seconds[field].as_f64().unwrap();
+        let processor = of("compute") + of("optimizer");
+        assert_eq!(of("step"), processor.max(of("disk")));
+        assert_eq!(seconds["binds"] == "disk", of("disk") > processor);
+        assert_eq!(of("run"), 100.0 * of("step"));
+    }
+    ftactor(&[&["plan"], &ask[..]].concat()).expect(0);
+
+    let text = std::fs::read_to_string(&profile).unwrap();
+    let line = text.lines().find(|line| line.starts_with("machine")).unwrap();
+    let other = lab.write("other.toml", text.replace(line, "machine = \"another one\""));
+    let args = ["plan", "--size", "7b", "--ram", "16G", "--hardware", &other];
+    ftactor(&args).expect(0).says(&["another one"]);
+    let broken = lab.write("broken.toml", "format = 1");
+    ftactor(&["plan", "--size", "7b", "--hardware", &broken]).expect(2).says(&["broken.toml"]);
+    ftactor(&["bench", "--store", "/nowhere"]).expect(2).says(&["/nowhere"]);
+    let args = ["bench", "--store", &here, "--out", &profile, "--disk-bytes", "900000G"];
+    ftactor(&args).expect(4);
+}

@@ -39,7 +39,7 @@ mod watch;
 pub use batch::Batch;
 pub use fault::{Fault, FaultKind, FaultPlan};
 pub use forward::{Forward, WeightReader};
-pub use optimizer_actor::Shadow;
+pub use optimizer_actor::{Shadow, optimizer_rate};
 pub use policy::Verdict;
 pub use relayout::relaid;
 pub use reply::{Failure, Reply};

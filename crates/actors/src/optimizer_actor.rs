@@ -24,9 +24,11 @@ use crate::scratch::ScratchMap;
 use crate::watch::Watch;
 
 mod chunk;
+mod rate;
 mod shadow;
 
 use chunk::{GradientPart, Rule};
+pub use rate::optimizer_rate;
 pub use shadow::Shadow;
 
 #[derive(Clone)]

@@ -85,6 +85,9 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  ftactor plan --size 7b --ram 12G --batch-rows 32\n  \
         ftactor plan --store ./store --compute-dtype bf16\n  ftactor plan --config config.json --json")]
     Plan(Box<PlanArgs>),
+    /// Measure disk, processor and memory, and write the profile that `plan` reads
+    #[command(after_help = "Example:\n  ftactor bench --store ./store --out profile.toml")]
+    Bench(BenchArgs),
     /// Check equivalence, persistence and convergence on this machine
     #[command(after_help = "Example:\n  ftactor selftest")]
     Selftest(SelftestArgs),
@@ -295,6 +298,24 @@ pub(crate) struct DataArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// A directory on the disk to measure, a store or the place for one [default: here]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: Option<PathBuf>,
+    /// Where the profile goes
+    #[arg(long, value_name = "FILE", default_value = "profile.toml")]
+    pub(crate) out: PathBuf,
+    /// Size of the file that is written and read: beyond a drive's own cache it says more
+    #[arg(long, value_name = "SIZE", default_value = "2G")]
+    pub(crate) disk_bytes: String,
+    /// Tokens of the two rows that layers are measured with
+    #[arg(long, default_value_t = 512, hide = true, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) row_tokens: u64,
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
     /// A store that is there
     #[arg(long, value_name = "DIR", group = "subject")]
@@ -308,6 +329,9 @@ pub(crate) struct PlanArgs {
     /// Only this layout [default: the store's, or all]
     #[arg(long, value_name = "LAYOUT")]
     pub(crate) layout: Option<StateLayout>,
+    /// What `bench` wrote: adds seconds
+    #[arg(long, value_name = "FILE")]
+    pub(crate) hardware: Option<PathBuf>,
     /// Terabytes that the drive is rated to take
     #[arg(long, value_name = "TB", default_value_t = 1200.0)]
     pub(crate) tbw: f64,

@@ -97,7 +97,8 @@ pub(crate) fn engine(state_bytes: u64) -> Arc<dyn Io> {
     mmap_engine(IO_THREADS, is_cacheable(state_bytes))
 }
 
-fn is_cacheable(state_bytes: u64) -> bool {
+/// Whether the page cache can hold what a store has, both slots, beside the budget.
+pub(crate) fn is_cacheable(state_bytes: u64) -> bool {
     state_bytes < available_ram_bytes() / 2
 }
 

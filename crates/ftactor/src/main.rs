@@ -1,5 +1,6 @@
 //! The `ftactor` command: parses, wires the rooms together, and turns errors into exit codes.
 
+mod bench;
 mod cli;
 mod commands;
 mod corpus;
@@ -15,6 +16,7 @@ mod new_run;
 mod options;
 mod out;
 mod plan;
+mod profile;
 mod progress;
 mod relayout;
 mod run_record;
@@ -61,6 +63,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Eval(args) => commands::eval(&args),
         Command::Data(args) => commands::data(&args),
         Command::Plan(args) => plan::plan(&args),
+        Command::Bench(args) => bench::bench(&args),
         Command::Selftest(args) => selftest::run(&args),
     }
 }

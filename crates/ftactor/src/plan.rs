@@ -13,7 +13,8 @@ use crate::cli::PlanArgs;
 use crate::exit::{Refused, refuse};
 use crate::machine;
 use crate::options::{TrainOptions, parse_size};
-use crate::out::outln;
+use crate::out::{errln, outln};
+use crate::profile::Profile;
 use crate::run_record::{Defaults, RunRecord};
 use crate::run_start;
 
@@ -43,9 +44,14 @@ pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
         Some(layout) => vec![layout],
         None => StateLayout::ALL.to_vec(),
     };
+    let profile = args.hardware.as_deref().map(Profile::read).transpose()?;
+    if let Some(other) = profile.as_ref().filter(|profile| !profile.is_of_this_machine()) {
+        errln!("note: the profile is of another machine ({})", other.machine);
+    }
+    let ask = Ask { options: &args.options, ram_bytes, tbw: args.tbw, profile };
     let rows = layouts
         .into_iter()
-        .map(|layout| Row::new(&subject, &record, &args.options, layout, ram_bytes, args.tbw))
+        .map(|layout| Row::new(&subject, &record, &ask, layout))
         .collect::<anyhow::Result<Vec<Row>>>()?;
     let shape = record.shape();
     if args.json {
@@ -163,6 +169,14 @@ fn record(subject: &Subject, options: &TrainOptions) -> anyhow::Result<RunRecord
     RunRecord::new(options, subject.defaults, options.steps.unwrap_or(1), Vec::new(), String::new())
 }
 
+/// What is asked besides the model.
+struct Ask<'a> {
+    options: &'a TrainOptions,
+    ram_bytes: usize,
+    tbw: f64,
+    profile: Option<Profile>,
+}
+
 /// One layout's line.
 struct Row {
     layout: StateLayout,
@@ -181,18 +195,48 @@ struct Fit {
     spilled: usize,
     parked: usize,
     flops: f64,
+    /// With a profile.
+    seconds: Option<Seconds>,
+    tokens: usize,
+    steps: Option<u64>,
+}
+
+/// Of a step.
+#[derive(Clone, Copy)]
+struct Seconds {
+    compute: f64,
+    optimizer: f64,
+    disk: f64,
+}
+
+impl Seconds {
+    /// The processor computes and updates by turns, the disk works beside it.
+    fn step(self) -> f64 {
+        self.processor().max(self.disk)
+    }
+
+    fn processor(self) -> f64 {
+        self.compute + self.optimizer
+    }
+
+    fn binds(self) -> &'static str {
+        if self.disk > self.processor() { "disk" } else { "processor" }
+    }
+
+    /// Tokens a step from which on the disk is no longer what a step waits for.
+    fn tokens_beyond_the_disk(self, tokens: usize) -> f64 {
+        (self.disk - self.optimizer).max(0.0) / (self.compute / tokens as f64)
+    }
 }
 
 impl Row {
     fn new(
         subject: &Subject,
         record: &RunRecord,
-        options: &TrainOptions,
+        ask: &Ask<'_>,
         layout: StateLayout,
-        ram_bytes: usize,
-        tbw: f64,
     ) -> anyhow::Result<Row> {
-        let updates = record.updates(options.update)?;
+        let updates = record.updates(ask.options.update)?;
         let within = |ram_bytes| {
             let state = (&subject.table, layout);
             run_start::limits(state, &subject.config, record, updates, ram_bytes)
@@ -201,13 +245,13 @@ impl Row {
             Ok(_) => 0,
             Err(error) => needed(&error)?,
         };
-        let fit = within(ram_bytes).map_err(|error| format!("{error:#}"));
+        let fit = within(ask.ram_bytes).map_err(|error| format!("{error:#}"));
         Ok(Row {
             layout,
             disk: 2 * layout.bytes(subject.table.elements()) as u64,
             least_ram,
-            fit: fit.map(|limits| Fit::new(subject, record, updates, layout, &limits)),
-            tbw,
+            fit: fit.map(|limits| Fit::new(subject, record, (updates, ask), layout, &limits)),
+            tbw: ask.tbw,
         })
     }
 
@@ -230,6 +274,15 @@ impl Row {
                 "update": update_name(fit.updates),
                 "product_flops": fit.flops,
                 "steps_until_rated_writes": self.steps_of_a_drive(),
+                "seconds": fit.seconds.map(|seconds| json!({
+                    "step": seconds.step(),
+                    "compute": seconds.compute,
+                    "optimizer": seconds.optimizer,
+                    "disk": seconds.disk,
+                    "binds": seconds.binds(),
+                    "tokens_beyond_the_disk": seconds.tokens_beyond_the_disk(fit.tokens),
+                    "run": fit.steps.map(|steps| steps as f64 * seconds.step()),
+                })),
             })
         });
         json!({
@@ -256,7 +309,26 @@ impl std::fmt::Display for Row {
             (0, 0) => write!(out, "in RAM")?,
             (spilled, parked) => write!(out, "of {spilled} and {parked} layers on disk")?,
         }
-        write!(out, ", {}", update_name(fit.updates))
+        write!(out, ", {}", update_name(fit.updates))?;
+        let Some(seconds) = fit.seconds else { return Ok(()) };
+        write!(
+            out,
+            "\n         {:.1} s a step ({:.1} computing, {:.1} updating; disk {:.1} beside it): bound by the {}",
+            seconds.step(),
+            seconds.compute,
+            seconds.optimizer,
+            seconds.disk,
+            seconds.binds()
+        )?;
+        write!(
+            out,
+            "; from {:.0} tokens a step on the disk does not matter",
+            seconds.tokens_beyond_the_disk(fit.tokens)
+        )?;
+        if let Some(steps) = fit.steps {
+            write!(out, "; {steps} steps take {:.1} h", steps as f64 * seconds.step() / 3600.0)?;
+        }
+        Ok(())
     }
 }
 
@@ -264,7 +336,7 @@ impl Fit {
     fn new(
         subject: &Subject,
         record: &RunRecord,
-        updates: Updates,
+        (updates, ask): (Updates, &Ask<'_>),
         layout: StateLayout,
         limits: &Limits,
     ) -> Fit {
@@ -284,7 +356,11 @@ impl Fit {
         };
         let of_layers = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();
         let spilled = if policy == Policy::Deferred { of_layers(&limits.spilled) } else { 0 };
+        let seconds = ask.profile.as_ref().and_then(|p| seconds(p, &plan, record, subject));
         Fit {
+            seconds,
+            tokens: record.shape().step_tokens(),
+            steps: ask.options.steps,
             bytes: plan.bytes(),
             updates,
             scratch: actors::scratch_bytes(limits, record.shape().micros()),
@@ -293,6 +369,28 @@ impl Fit {
             flops: plan.product_flops(),
         }
     }
+}
+
+/// What a profile makes of a step; `None` where it lacks a rate.
+fn seconds(
+    profile: &Profile,
+    plan: &StepPlan<'_>,
+    record: &RunRecord,
+    subject: &Subject,
+) -> Option<Seconds> {
+    let layers = subject.table.layers().iter().zip(&subject.locked);
+    let trained: usize = layers.filter(|(_, locked)| !**locked).map(|(l, _)| l.elements()).sum();
+    let bytes = plan.bytes();
+    // What the page cache can hold is written to the disk, but not read from it.
+    let state = 2 * plan.layout.bytes(subject.table.elements()) as u64;
+    let read = if machine::is_cacheable(state) { 0.0 } else { bytes.read_from_disk() as f64 };
+    let (written, disk) = (bytes.written as f64, &profile.disk);
+    let flops = profile.flops(record.dtype(), subject.config.hidden_size)?;
+    Some(Seconds {
+        compute: plan.product_flops() / flops,
+        optimizer: trained as f64 / profile.parameters(plan.layout)?,
+        disk: (read / disk.read).max(written / disk.write).max((read + written) / disk.both),
+    })
 }
 
 fn update_name(updates: Updates) -> &'static str {

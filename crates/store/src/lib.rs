@@ -22,6 +22,7 @@ mod io;
 mod layout;
 mod locks;
 mod log;
+mod measure;
 mod opening;
 mod reading;
 mod record;
@@ -41,6 +42,7 @@ pub use io::{
     IoCounters, IoDone, IoError, Lock, LockKind, Memory, Op, OpKind, Part, Target, direct_engine,
     injected_engine, memory_engine, mmap_engine,
 };
+pub use measure::{DiskRates, measure_disk};
 pub use reading::{Damage, ReadingStore, layer_hash};
 pub use record::{LayerState, RecordKind, State};
 pub use recovery::{Cut, Recovery};

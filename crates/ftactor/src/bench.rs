@@ -1,0 +1,153 @@
+//! `bench`: what this machine's disk, processor and memory can do, for `plan`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+use actors::optimizer_rate;
+use anyhow::Context;
+use compute::{Command, ComputeDtype, Device, MicroShape, TensorId, WeightsId};
+use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, StateLayout, TileId, Weights};
+use serde_json::json;
+use store::{measure_disk, show_bytes};
+
+use crate::cli::BenchArgs;
+use crate::exit::Refused;
+use crate::machine;
+use crate::options::{IoChoice, parse_size};
+use crate::out::{errln, outln};
+use crate::profile::{Compute, Disk, Optimizer, Profile, dtype_name};
+
+/// Widths of the layers that are measured: a small model's and a large one's.
+const WIDTHS: [(usize, usize, usize, usize); 3] =
+    [(576, 1536, 9, 3), (2048, 5632, 32, 4), (4096, 11_008, 32, 8)];
+const ROUNDS: usize = 2;
+
+pub(crate) fn bench(args: &BenchArgs) -> anyhow::Result<ExitCode> {
+    let dir = args.store.clone().unwrap_or_else(|| PathBuf::from("."));
+    if !dir.is_dir() {
+        return Err(Refused(format!("--store {}: no such directory", dir.display())).into());
+    }
+    let bytes = parse_size(&args.disk_bytes)? as u64;
+    let say = |what: &str| {
+        if !args.json {
+            errln!("{what} ...");
+        }
+    };
+    say(&format!("disk behind {}, {}", dir.display(), show_bytes(bytes)));
+    let io = machine::training_engine(Some(IoChoice::Direct), u64::MAX);
+    let rates = measure_disk(&io, &dir, bytes)?;
+    let path = dir.canonicalize().unwrap_or(dir).display().to_string();
+    let disk = Disk { path, read: rates.read, write: rates.write, both: rates.both };
+    let mut compute = Vec::new();
+    for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
+        for shape in WIDTHS {
+            say(&format!("a layer of width {} in {}", shape.0, dtype_name(dtype)));
+            let flops = layer_flops(
+                shape,
+                dtype,
+                MicroShape { rows: 2, seq_len: args.row_tokens as usize },
+            )?;
+            compute.push(Compute { dtype: dtype_name(dtype).into(), hidden: shape.0, flops });
+        }
+    }
+    let mut optimizer = Vec::new();
+    for layout in StateLayout::ALL {
+        say(&format!("the optimizer in {layout}"));
+        let (table, budget) = (LayerTable::new(&config(WIDTHS[1])?), Budget::new(4 << 30));
+        let threads = machine::threads(None)?;
+        let parameters = threads.install(|| optimizer_rate(&table, layout, &budget))?;
+        optimizer.push(Optimizer { layout: layout.name().into(), parameters });
+    }
+    let profile = Profile::new(disk, compute, optimizer);
+    profile.write(&args.out)?;
+    if args.json {
+        outln!("{}", json!({"profile": args.out, "rates": profile}));
+    } else {
+        show(&profile);
+        outln!("wrote {}: ftactor plan --hardware {}", args.out.display(), args.out.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(profile: &Profile) {
+    let gb = |rate: f64| rate / 1e9;
+    let Disk { read, write, both, .. } = &profile.disk;
+    outln!(
+        "disk       {:.2} GB/s read, {:.2} written, {:.2} both at once",
+        gb(*read),
+        gb(*write),
+        gb(*both)
+    );
+    for Compute { dtype, hidden, flops } in &profile.compute {
+        outln!("compute    {:>6.0} GFLOP/s in {dtype}, layers {hidden} wide", gb(*flops));
+    }
+    for Optimizer { layout, parameters } in &profile.optimizer {
+        outln!("optimizer  {:>6.3} G parameters/s in {layout}", gb(*parameters));
+    }
+}
+
+fn config(
+    (hidden, ffn, heads, kv_heads): (usize, usize, usize, usize),
+) -> anyhow::Result<ModelConfig> {
+    let config = json!({
+        "model_type": "llama", "vocab_size": 256, "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 2048,
+    });
+    Ok(ModelConfig::from_json(&config.to_string())?)
+}
+
+/// Products of a forward and a recomputing backward of one layer, by their time.
+fn layer_flops(
+    sizes: (usize, usize, usize, usize),
+    dtype: ComputeDtype,
+    shape: MicroShape,
+) -> anyhow::Result<f64> {
+    let config = config(sizes)?;
+    let elements = LayerTable::new(&config).layer(LayerId(1)).elements();
+    let mut device = machine::cpu(&config, dtype, &Budget::new(8 << 30), &machine::threads(None)?);
+    let (weights, x, y, dy, dx) =
+        (WeightsId(1), TensorId(1), TensorId(2), TensorId(3), TensorId(4));
+    let bind = |layer| Command::Bind {
+        id: weights,
+        layer,
+        tile: TileId(0),
+        weights: Weights::F32(noise(elements)),
+    };
+    call(&mut *device, bind(LayerId(1)))?;
+    let mut best = f64::MAX;
+    for _ in 0..ROUNDS {
+        for id in [x, dy] {
+            let bytes = noise(shape.tokens() * config.hidden_size);
+            call(&mut *device, Command::Put { id, bytes })?;
+        }
+        let start = Instant::now();
+        let forward = Command::Forward { weights, shape, x, y, keep: false };
+        call(&mut *device, forward)?;
+        let backward = Command::Backward { weights, shape, x, dy, dx: Some(dx), gradient: true };
+        call(&mut *device, backward)?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(2.0 * 4.0 * shape.tokens() as f64 * elements as f64 / best)
+}
+
+fn call(device: &mut dyn Device, command: Command) -> anyhow::Result<()> {
+    let (sender, answer) = channel();
+    // The receiver waits below until this arrives.
+    device.enqueue(command, Box::new(move |result| drop(sender.send(result))));
+    answer.recv().context("the device's answer")??;
+    Ok(())
+}
+
+/// Small numbers, none of them like its neighbour.
+fn noise(elements: usize) -> HostBytes {
+    let mut block = HostBytes::zeroed(elements * 4);
+    let mut state = 1u32;
+    for value in block.f32s_mut() {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        *value = (state >> 8) as f32 / 134_217_728.0 - 0.0625;
+    }
+    block
+}
