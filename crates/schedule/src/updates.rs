@@ -15,7 +15,7 @@ pub enum Updates {
     /// Fused as if nothing had to be clipped. If the norm says otherwise, nothing has been
     /// overwritten: the attempt is dropped and made again with the factor known.
     Speculative,
-    /// Speculative, but deferred while more than a third of the recent steps had to be clipped.
+    /// Deferred, but speculative once at most a third of the recent steps had to be clipped.
     Auto,
 }
 
@@ -35,7 +35,7 @@ impl Updates {
     pub(crate) fn policy(self, recent: Recent) -> Policy {
         match self {
             Updates::Always(policy) => policy,
-            Updates::Auto if recent.are_often_clipped() => Policy::Deferred,
+            Updates::Auto if !recent.are_seldom_clipped() => Policy::Deferred,
             Updates::Speculative | Updates::Auto => Policy::Fused,
         }
     }
@@ -59,10 +59,10 @@ impl Recent {
         Recent(if full { kept | 1 << REMEMBERED } else { all })
     }
 
-    fn are_often_clipped(self) -> bool {
+    fn are_seldom_clipped(self) -> bool {
         let steps = self.0.ilog2();
         let clipped = self.0.count_ones() - 1;
-        steps >= FEWEST && clipped * 3 > steps
+        steps >= FEWEST && clipped * 3 <= steps
     }
 }
 
@@ -76,11 +76,22 @@ mod tests {
     }
 
     #[test]
-    fn auto_defers_while_more_than_a_third_is_clipped() {
-        for steps in ["", "x", "xx", "x..", "xx....", "x.x....", "................"] {
+    fn auto_speculates_once_at_most_a_third_is_clipped() {
+        for steps in ["...", "x..", "xx....", "x.x....", "................"] {
             assert_eq!(after(steps), Policy::Fused, "{steps}");
         }
-        for steps in ["xxx", ".xx", "xx.", "xx...", "xxxxxx..........", "xxxxxxxxxxxxxxxxxxxxx"] {
+        for steps in [
+            "",
+            ".",
+            "..",
+            "x.",
+            "xxx",
+            ".xx",
+            "xx.",
+            "xx...",
+            "xxxxxx..........",
+            "xxxxxxxxxxxxxxxxxxxxx",
+        ] {
             assert_eq!(after(steps), Policy::Deferred, "{steps}");
         }
         // Only the last sixteen count.
