@@ -2,13 +2,15 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use actors::optimizer_rate;
 use anyhow::Context;
 use compute::{Command, ComputeDtype, Device, MicroShape, TensorId, WeightsId};
-use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, StateLayout, TileId, Weights};
+use model::{Budget, HostBytes, LayerId, LayerTable, StateLayout, TileId, Weights};
+use rayon::ThreadPool;
 use serde_json::json;
 use store::{measure_disk, show_bytes};
 
@@ -18,10 +20,14 @@ use crate::machine;
 use crate::options::{IoChoice, parse_size};
 use crate::out::{errln, outln};
 use crate::profile::{Compute, Disk, Optimizer, Profile, dtype_name};
+use crate::shapes::Shape;
 
-/// Widths of the layers that are measured: a small model's and a large one's.
-const WIDTHS: [(usize, usize, usize, usize); 3] =
-    [(576, 1536, 9, 3), (2048, 5632, 32, 4), (4096, 11_008, 32, 8)];
+/// One layer each, of a small model's width to a large one's, behind a vocabulary that does not count.
+const SHAPES: [Shape; 3] = [
+    Shape::new((576, 1536), 1, (9, 3), 256, false),
+    Shape::new((2048, 5632), 1, (32, 4), 256, false),
+    Shape::new((4096, 11_008), 1, (32, 8), 256, false),
+];
 const ROUNDS: usize = 2;
 
 pub(crate) fn bench(args: &BenchArgs) -> anyhow::Result<ExitCode> {
@@ -40,23 +46,20 @@ pub(crate) fn bench(args: &BenchArgs) -> anyhow::Result<ExitCode> {
     let rates = measure_disk(&io, &dir, bytes)?;
     let path = dir.canonicalize().unwrap_or(dir).display().to_string();
     let disk = Disk { path, read: rates.read, write: rates.write, both: rates.both };
+    let threads = machine::threads(None)?;
+    let micro = MicroShape { rows: 2, seq_len: args.row_tokens as usize };
     let mut compute = Vec::new();
     for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
-        for shape in WIDTHS {
-            say(&format!("a layer of width {} in {}", shape.0, dtype_name(dtype)));
-            let flops = layer_flops(
-                shape,
-                dtype,
-                MicroShape { rows: 2, seq_len: args.row_tokens as usize },
-            )?;
-            compute.push(Compute { dtype: dtype_name(dtype).into(), hidden: shape.0, flops });
+        for shape in SHAPES {
+            say(&format!("a layer of width {} in {}", shape.hidden, dtype_name(dtype)));
+            let flops = layer_flops(shape, dtype, micro, &threads)?;
+            compute.push(Compute { dtype: dtype_name(dtype).into(), hidden: shape.hidden, flops });
         }
     }
     let mut optimizer = Vec::new();
     for layout in StateLayout::ALL {
         say(&format!("the optimizer in {layout}"));
-        let (table, budget) = (LayerTable::new(&config(WIDTHS[1])?), Budget::new(4 << 30));
-        let threads = machine::threads(None)?;
+        let (table, budget) = (LayerTable::new(&SHAPES[1].config()?), Budget::new(4 << 30));
         let parameters = threads.install(|| optimizer_rate(&table, layout, &budget))?;
         optimizer.push(Optimizer { layout: layout.name().into(), parameters });
     }
@@ -88,26 +91,16 @@ fn show(profile: &Profile) {
     }
 }
 
-fn config(
-    (hidden, ffn, heads, kv_heads): (usize, usize, usize, usize),
-) -> anyhow::Result<ModelConfig> {
-    let config = json!({
-        "model_type": "llama", "vocab_size": 256, "hidden_size": hidden, "intermediate_size": ffn,
-        "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 2048,
-    });
-    Ok(ModelConfig::from_json(&config.to_string())?)
-}
-
 /// Products of a forward and a recomputing backward of one layer, by their time.
 fn layer_flops(
-    sizes: (usize, usize, usize, usize),
+    layer: Shape,
     dtype: ComputeDtype,
     shape: MicroShape,
+    threads: &Arc<ThreadPool>,
 ) -> anyhow::Result<f64> {
-    let config = config(sizes)?;
+    let config = layer.config()?;
     let elements = LayerTable::new(&config).layer(LayerId(1)).elements();
-    let mut device = machine::cpu(&config, dtype, &Budget::new(8 << 30), &machine::threads(None)?);
+    let mut device = machine::cpu(&config, dtype, &Budget::new(8 << 30), threads);
     let (weights, x, y, dy, dx) =
         (WeightsId(1), TensorId(1), TensorId(2), TensorId(3), TensorId(4));
     let bind = |layer| Command::Bind {

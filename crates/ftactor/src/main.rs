@@ -22,6 +22,7 @@ mod relayout;
 mod run_record;
 mod run_start;
 mod selftest;
+mod shapes;
 mod snapshots;
 mod solo;
 mod supervise;

@@ -17,20 +17,19 @@ use crate::out::{errln, outln};
 use crate::profile::Profile;
 use crate::run_record::{Defaults, RunRecord};
 use crate::run_start;
+use crate::shapes::Shape;
 
-/// Shapes of Llama's kind by their usual names: hidden, feed-forward, layers, heads, key-value heads,
-/// vocabulary, tied.
-type Shape = (&'static str, usize, usize, usize, usize, usize, usize, bool);
-const SHAPES: [Shape; 9] = [
-    ("135m", 576, 1536, 30, 9, 3, 49_152, true),
-    ("360m", 960, 2560, 32, 15, 5, 49_152, true),
-    ("1b", 2048, 8192, 16, 32, 8, 128_256, true),
-    ("1.7b", 2048, 8192, 24, 32, 32, 49_152, true),
-    ("3b", 3072, 8192, 28, 24, 8, 128_256, true),
-    ("7b", 4096, 11_008, 32, 32, 32, 32_000, false),
-    ("8b", 4096, 14_336, 32, 32, 8, 128_256, false),
-    ("13b", 5120, 13_824, 40, 40, 40, 32_000, false),
-    ("70b", 8192, 28_672, 80, 64, 8, 128_256, false),
+/// Llama's shapes by their usual names.
+const SHAPES: [(&str, Shape); 9] = [
+    ("135m", Shape::new((576, 1536), 30, (9, 3), 49_152, true)),
+    ("360m", Shape::new((960, 2560), 32, (15, 5), 49_152, true)),
+    ("1b", Shape::new((2048, 8192), 16, (32, 8), 128_256, true)),
+    ("1.7b", Shape::new((2048, 8192), 24, (32, 32), 49_152, true)),
+    ("3b", Shape::new((3072, 8192), 28, (24, 8), 128_256, true)),
+    ("7b", Shape::new((4096, 11_008), 32, (32, 32), 32_000, false)),
+    ("8b", Shape::new((4096, 14_336), 32, (32, 8), 128_256, false)),
+    ("13b", Shape::new((5120, 13_824), 40, (40, 40), 32_000, false)),
+    ("70b", Shape::new((8192, 28_672), 80, (64, 8), 128_256, false)),
 ];
 
 pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
@@ -120,15 +119,15 @@ impl Subject {
                 Ok(Subject::of_config(file.display().to_string(), config))
             }
             (None, None, Some(size)) => {
-                let shape = SHAPES.iter().find(|shape| shape.0.eq_ignore_ascii_case(size));
-                let Some(shape) = shape else {
-                    let known: Vec<&str> = SHAPES.iter().map(|shape| shape.0).collect();
+                let shape = SHAPES.iter().find(|(name, _)| name.eq_ignore_ascii_case(size));
+                let Some((_, shape)) = shape else {
+                    let known: Vec<&str> = SHAPES.iter().map(|(name, _)| *name).collect();
                     return refuse(format!(
                         "--size {size}: expected one of {}; others from --config FILE",
                         known.join(", ")
                     ));
                 };
-                Ok(Subject::of_config(format!("Llama's shape of {size}"), config_of(shape)?))
+                Ok(Subject::of_config(format!("Llama's shape of {size}"), shape.config()?))
             }
             (None, None, None) => refuse("give --store DIR, --config FILE or --size 7b"),
         }
@@ -152,17 +151,6 @@ impl Subject {
         let locked = vec![false; table.len()];
         Subject { name, config, table, layout: None, defaults, locked }
     }
-}
-
-fn config_of(shape: &Shape) -> anyhow::Result<ModelConfig> {
-    let (_, hidden, ffn, layers, heads, kv_heads, vocab, tied) = *shape;
-    let config = json!({
-        "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
-        "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "max_position_embeddings": 8192,
-        "tie_word_embeddings": tied,
-    });
-    Ok(ModelConfig::from_json(&config.to_string())?)
 }
 
 fn record(subject: &Subject, options: &TrainOptions) -> anyhow::Result<RunRecord> {
