@@ -3,7 +3,6 @@
 //! `cargo run --release --example custom_layer`
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 
 use anyhow::{Context, bail, ensure};
 use compute::{
@@ -57,11 +56,11 @@ fn forward_and_backward(
     dy: &[f64],
 ) -> anyhow::Result<(Vec<f32>, Vec<f32>)> {
     let weights = Weights::F32(block(w));
-    run(device, Command::Bind { id: WEIGHTS, layer: layer.id, tile: TileId(0), weights })?;
-    run(device, Command::Put { id: X, bytes: block(x) })?;
-    run(device, Command::Forward { weights: WEIGHTS, shape: SHAPE, x: X, y: Y, keep: false })?;
-    let Outcome::Bytes(y) = run(device, Command::Get { id: Y })? else { bail!("no output") };
-    run(device, Command::Put { id: DY, bytes: block(dy) })?;
+    device.run(Command::Bind { id: WEIGHTS, layer: layer.id, tile: TileId(0), weights })?;
+    device.run(Command::Put { id: X, bytes: block(x) })?;
+    device.run(Command::Forward { weights: WEIGHTS, shape: SHAPE, x: X, y: Y, keep: false })?;
+    let Outcome::Bytes(y) = device.run(Command::Get { id: Y })? else { bail!("no output") };
+    device.run(Command::Put { id: DY, bytes: block(dy) })?;
     let backward = Command::Backward {
         weights: WEIGHTS,
         shape: SHAPE,
@@ -70,19 +69,12 @@ fn forward_and_backward(
         dx: Some(DX),
         gradient: true,
     };
-    run(device, backward)?;
-    run(device, Command::Unbind { id: WEIGHTS })?;
-    match run(device, Command::TakeGradient { layer: layer.id })? {
+    device.run(backward)?;
+    device.run(Command::Unbind { id: WEIGHTS })?;
+    match device.run(Command::TakeGradient { layer: layer.id })? {
         Outcome::Gradient(Gradient::Dense(bytes)) => Ok((y.f32s().to_vec(), bytes.f32s().to_vec())),
         other => bail!("expected a dense gradient, got {other:?}"),
     }
-}
-
-/// Enqueues a command and waits for its completion.
-fn run(device: &mut dyn Device, command: Command) -> anyhow::Result<Outcome> {
-    let (sender, receiver) = channel();
-    device.enqueue(command, Box::new(move |result| drop(sender.send(result))));
-    Ok(receiver.recv()??)
 }
 
 /// Central difference of `sum(dy * y)` by one weight, in float64.

@@ -4,7 +4,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
 
 use compute::{Command, Device, MicroShape, Outcome, TensorId, WeightsId};
 use model::{LayerId, LayerKind, LayerTable, Micro, Precision, RunShape, TileSpec, Weights};
@@ -215,10 +214,7 @@ impl<'r> Forward<'r> {
     }
 
     fn compute(&mut self, command: Command) -> Result<Outcome, Failure> {
-        let (sender, receiver): (_, Receiver<Result<Outcome, compute::DeviceError>>) = channel();
-        // The receiver waits below until this arrives.
-        self.device.enqueue(command, Box::new(move |result| drop(sender.send(result))));
-        Ok(receiver.recv().map_err(|_| Failure::Lost)??)
+        Ok(self.device.run(command)?)
     }
 }
 

@@ -7,7 +7,6 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use compute::{Command, ComputeDtype, CpuDevice, Device, MicroShape, Outcome, TensorId, WeightsId};
@@ -129,10 +128,7 @@ fn chains<const WIDTH: usize, const COUNT: usize>(repeats: usize) -> f32 {
 
 impl Bench {
     fn call(&mut self, command: Command) -> Outcome {
-        let (answer, answers) = channel();
-        let done = Box::new(move |result| answer.send(result).expect("a waiting caller"));
-        self.device.enqueue(command, done);
-        answers.recv().expect("an answer").expect("a valid command")
+        self.device.run(command).expect("a valid command")
     }
 
     fn seconds(&mut self, command: Command) -> f64 {

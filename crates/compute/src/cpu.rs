@@ -117,8 +117,6 @@ mod tests {
         let (queue, commands) = channel();
         drop(commands);
         let mut device = CpuDevice { queue: Some(queue), thread: None };
-        let (answer, answers) = channel();
-        device.enqueue(Command::Clear, Box::new(move |result| answer.send(result).unwrap()));
-        assert!(matches!(answers.recv().unwrap(), Err(DeviceError::Gone)));
+        assert!(matches!(device.run(Command::Clear), Err(DeviceError::Gone)));
     }
 }

@@ -3,6 +3,7 @@
 //! Letters: B rows, S sequence, T = B*S tokens of the microbatch, D hidden, V vocabulary.
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 use model::{BudgetError, HostBytes, LayerId, TileId, Weights};
 
@@ -217,4 +218,13 @@ pub type Done = Box<dyn FnOnce(Result<Outcome, DeviceError>) + Send>;
 pub trait Device: Send {
     /// Enqueues `command`; commands run in the order of their calls.
     fn enqueue(&mut self, command: Command, done: Done);
+
+    /// Enqueues `command` and waits until it, and with it all before it, has finished; blocks the
+    /// thread. A device that never answers is [`DeviceError::Gone`].
+    fn run(&mut self, command: Command) -> Result<Outcome, DeviceError> {
+        let (sender, answer) = channel();
+        // The receiver waits below until this arrives.
+        self.enqueue(command, Box::new(move |result| drop(sender.send(result))));
+        answer.recv().unwrap_or(Err(DeviceError::Gone))
+    }
 }

@@ -3,12 +3,10 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use actors::optimizer_rate;
-use anyhow::Context;
-use compute::{Command, ComputeDtype, Device, MicroShape, TensorId, WeightsId};
+use compute::{Command, ComputeDtype, MicroShape, TensorId, WeightsId};
 use model::{Budget, HostBytes, LayerId, LayerTable, StateLayout, TileId, Weights};
 use rayon::ThreadPool;
 use serde_json::json;
@@ -109,29 +107,21 @@ fn layer_flops(
         tile: TileId(0),
         weights: Weights::F32(noise(elements)),
     };
-    call(&mut *device, bind(LayerId(1)))?;
+    device.run(bind(LayerId(1)))?;
     let mut best = f64::MAX;
     for _ in 0..ROUNDS {
         for id in [x, dy] {
             let bytes = noise(shape.tokens() * config.hidden_size);
-            call(&mut *device, Command::Put { id, bytes })?;
+            device.run(Command::Put { id, bytes })?;
         }
         let start = Instant::now();
         let forward = Command::Forward { weights, shape, x, y, keep: false };
-        call(&mut *device, forward)?;
+        device.run(forward)?;
         let backward = Command::Backward { weights, shape, x, dy, dx: Some(dx), gradient: true };
-        call(&mut *device, backward)?;
+        device.run(backward)?;
         best = best.min(start.elapsed().as_secs_f64());
     }
     Ok(2.0 * 4.0 * shape.tokens() as f64 * elements as f64 / best)
-}
-
-fn call(device: &mut dyn Device, command: Command) -> anyhow::Result<()> {
-    let (sender, answer) = channel();
-    // The receiver waits below until this arrives.
-    device.enqueue(command, Box::new(move |result| drop(sender.send(result))));
-    answer.recv().context("the device's answer")??;
-    Ok(())
 }
 
 /// Small numbers, none of them like its neighbour.

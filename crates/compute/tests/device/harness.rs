@@ -1,7 +1,6 @@
 //! One training step's commands, as the trainer gives them, on a model made by a formula.
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 
 use compute::{
     Command, ComputeDtype, CpuDevice, Device, DeviceError, Gradient, MicroShape, NO_TARGET,
@@ -110,9 +109,7 @@ impl Bench {
     }
 
     pub(crate) fn call(&mut self, command: Command) -> Result<Outcome, DeviceError> {
-        let (answer, answers) = channel();
-        self.device.enqueue(command, Box::new(move |result| answer.send(result).unwrap()));
-        answers.recv().unwrap()
+        self.device.run(command)
     }
 
     pub(crate) fn run(&mut self, command: Command) {
