@@ -71,8 +71,11 @@ fn forward_and_backward(
     };
     device.run(backward)?;
     device.run(Command::Unbind { id: WEIGHTS })?;
-    match device.run(Command::TakeGradient { layer: layer.id })? {
-        Outcome::Gradient(Gradient::Dense(bytes)) => Ok((y.f32s().to_vec(), bytes.f32s().to_vec())),
+    let elements = 0..layer.elements();
+    match device.run(Command::TakeGradient { layer: layer.id, elements })? {
+        Outcome::Gradient(Gradient::Dense { values, .. }) => {
+            Ok((y.f32s().to_vec(), values.f32s().to_vec()))
+        }
         other => bail!("expected a dense gradient, got {other:?}"),
     }
 }

@@ -8,7 +8,7 @@ use actors::{Clip, Event, FaultPlan, Observer, Patience, Solo, SoloConfig, StepR
 use anyhow::ensure;
 use compute::{ComputeDtype, CpuDevice, Device, MicroShape};
 use data::{Order, Plan, Rows, Sampler, Tokenizer};
-use model::{Budget, Limits, ModelConfig, RunShape};
+use model::{Budget, Limits, ModelConfig, RunShape, Wait};
 use optim::{AdamW, LrSchedule, Schedule};
 use rayon::ThreadPoolBuilder;
 use schedule::{End, Guard, Policy};
@@ -80,9 +80,10 @@ fn configure(
 ) -> anyhow::Result<SoloConfig> {
     let shape = lesson.shape;
     let micro = MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    let workspace = compute::workspace(&config, ComputeDtype::F32, store.layout(), micro);
-    let limits =
-        Limits::new(store.table(), store.layout(), shape, workspace, true, budget.total_bytes())?;
+    let (dtype, layout) = (ComputeDtype::F32, store.layout());
+    let workspace = |tiling| compute::workspace(&config, dtype, layout, micro, tiling);
+    let ram_bytes = budget.total_bytes();
+    let limits = Limits::new(store.table(), layout, shape, workspace, Wait::Model, ram_bytes)?;
     let order = Order { seed: 0, rows: rows.rows(), shuffle: true };
     let threads = Arc::new(ThreadPoolBuilder::new().build()?);
     let (device_budget, device_threads) = (budget.clone(), Arc::clone(&threads));
@@ -98,7 +99,7 @@ fn configure(
         sampler: Sampler::new(order, shape.batch_rows as u64),
         shape,
         limits,
-        precision: workspace.precision,
+        precision: dtype.precision(),
         budget,
         threads,
         updates: Policy::Deferred.into(),

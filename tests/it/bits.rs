@@ -1,6 +1,6 @@
 //! The same bits, whatever policy, threads and memory a step runs with.
 
-use crate::lab::{FAMILIES, Lab, Tiny, events, log, state, steps, train};
+use crate::lab::{FAMILIES, Lab, Tiny, events, ftactor, log, state, steps, train};
 
 const STEPS: [&str; 10] = [
     "--steps",
@@ -148,6 +148,43 @@ fn every_budget_that_fits_gives_the_same_bits() {
     }
 }
 
+/// Pieces of gradients that meet inside chunks: of layers that do not fit whole into the least
+/// budget, and of a head of several tiles.
+#[test]
+fn layers_in_blocks_and_heads_in_tiles_give_the_bits_of_whole_layers() {
+    const PLENTY: Option<&str> = Some("1G");
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 20);
+    let shape = "--steps 2 --seq-len 16 --batch-rows 2 --micro-rows 1 --lr 1e-3".split(' ');
+    let shape: Vec<&str> = shape.chain(["--data", &text]).collect();
+    for (ffn, vocabulary, clip) in [(6000, 300, "layer:0.05"), (64, 17_000, "none")] {
+        let config = format!(
+            r#"{{"model_type":"llama","vocab_size":{vocabulary},"hidden_size":256,
+                "intermediate_size":{ffn},"num_hidden_layers":2,"num_attention_heads":4,
+                "num_key_value_heads":2,"max_position_embeddings":64,
+                "tie_word_embeddings":false}}"#
+        );
+        let config = lab.write("config.json", config);
+        let mut want = None;
+        for (update, io, ram) in [
+            ("deferred", "mmap", PLENTY),
+            ("deferred", "mmap", None),
+            ("fused", "direct", None),
+            ("fused", "mmap", PLENTY),
+        ] {
+            let store = lab.path("store");
+            ftactor(&["init", "--config", &config, "--store", &store]).expect(0);
+            let args = [&shape[..], &["--clip", clip, "--update", update, "--io", io]].concat();
+            let refused = train(&store, &[&args[..], &["--ram", "64K"]].concat()).expect(4);
+            let least = number_after(&refused.stderr, "needs at least ").to_string();
+            train(&store, &[&args[..], &["--ram", ram.unwrap_or(&least)]].concat()).expect(0);
+            let after = state(&store);
+            assert_eq!(want.get_or_insert(after.clone()), &after, "{ffn} {update} {io} {ram:?}");
+            std::fs::remove_dir_all(&store).unwrap();
+        }
+    }
+}
+
 /// The number that follows `words` in `text`.
 pub(crate) fn number_after(text: &str, words: &str) -> u64 {
     let at = text.find(words).unwrap_or_else(|| panic!("no `{words}` in {text}")) + words.len();
@@ -249,7 +286,7 @@ fn a_machine_that_panics_ends_the_run_and_leaves_the_store_whole() {
         let ended = train(&store, &[&args[..], &["--fault", fault]].concat()).expect(5);
         ended.says(&["error: ", fault.split(':').next().unwrap(), "injected fault"]);
         assert!(state(&store).0 < 4, "{fault} came too late");
-        crate::lab::ftactor(&["verify", "--store", &store]).expect(0);
+        ftactor(&["verify", "--store", &store]).expect(0);
         train(&store, &[]).expect(0);
         assert_eq!(state(&store), state(&calm), "{fault}");
     }

@@ -79,7 +79,7 @@ impl Device for Liar {
         let wrong = |w: &Wrong| self.wrong.iter().any(|(s, x)| *s == step && same(w, x));
         let lie = match &command {
             Command::HeadLoss { .. } => wrong(&Wrong::Loss),
-            Command::TakeGradient { layer } => wrong(&Wrong::Gradient(*layer)),
+            Command::TakeGradient { layer, .. } => wrong(&Wrong::Gradient(*layer)),
             _ => false,
         };
         let done: Done = if lie { Box::new(|result| done(result.map(spoil))) } else { done };
@@ -98,9 +98,11 @@ fn same(a: &Wrong, b: &Wrong) -> bool {
 fn spoil(outcome: Outcome) -> Outcome {
     match outcome {
         Outcome::Loss(_) => Outcome::Loss(f64::NAN),
-        Outcome::Gradient(Gradient::Dense(mut values)) => {
-            values.f32s_mut()[5] = f32::NAN;
-            Outcome::Gradient(Gradient::Dense(values))
+        Outcome::Gradient(Gradient::Dense { first, mut values }) => {
+            if let Some(last) = values.f32s_mut().last_mut() {
+                *last = f32::NAN;
+            }
+            Outcome::Gradient(Gradient::Dense { first, values })
         }
         other => other,
     }
@@ -211,10 +213,11 @@ impl Rig {
     ) -> SoloConfig {
         let config = ModelConfig::from_json(store.config_json()).unwrap();
         let micro = MicroShape { rows: SHAPE.micro_rows, seq_len: SHAPE.seq_len };
-        let workspace = compute::workspace(&config, ComputeDtype::F32, store.layout(), micro);
         let limits = |ram_bytes| {
-            let may_defer = ask.updates.may_defer();
-            Limits::new(store.table(), store.layout(), SHAPE, workspace, may_defer, ram_bytes)
+            let (dtype, layout) = (ComputeDtype::F32, store.layout());
+            let workspace = |tiling| compute::workspace(&config, dtype, layout, micro, tiling);
+            let wait = ask.updates.wait(ask.clip.fused_wait());
+            Limits::new(store.table(), layout, SHAPE, workspace, wait, ram_bytes)
         };
         let limits = match limits(0) {
             Err(BudgetError::TooSmall { needed_bytes, .. }) if ask.tight => {
@@ -237,7 +240,7 @@ impl Rig {
             open_device: Arc::new(open_device),
             sampler: self.sampler(&rows),
             seed: 0,
-            precision: workspace.precision,
+            precision: ComputeDtype::F32.precision(),
             rows: Arc::new(rows),
             shape: SHAPE,
             limits: limits.unwrap(),

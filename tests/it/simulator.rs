@@ -9,7 +9,10 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::rc::Rc;
 
-use model::{Attempt, LayerId, LayerTable, Limits, Micro, ModelConfig, Slot, Step};
+use model::{
+    Attempt, LayerId, LayerTable, Limits, Micro, ModelConfig, PieceId, Slot, Stage, Step, Tiling,
+    Wait,
+};
 use schedule::{
     AutoLock, ComputeOp, End, FromNode, Guard, Ledger, Node, NodeCommand, NodeConfig, NodeEvent,
     Policy, Run, RunCommand, RunConfig, RunEvent, ToNode, Updates, VisitKind,
@@ -48,8 +51,12 @@ pub(crate) struct Costs {
 pub(crate) struct Setup {
     pub(crate) layers: usize,
     pub(crate) tied: bool,
+    pub(crate) tiling: Tiling,
     pub(crate) micros: u32,
     pub(crate) updates: Updates,
+    /// What a fused update waits for.
+    pub(crate) fused_wait: Wait,
+    /// Tiles of decoder layers that fit at once.
     pub(crate) weight_buffers: usize,
     /// The smallest budget: inputs are parked, deferred gradients spilled.
     pub(crate) tight: bool,
@@ -77,13 +84,14 @@ pub(crate) struct Setup {
 enum Happening {
     Node(NodeEvent),
     Run(RunEvent),
-    /// An update reached the disk: the slot holds this step's version now.
+    /// A piece's update reached the disk. `digest`: it was the layer's last one, and the slot holds
+    /// this step's version now.
     Wrote {
         attempt: Attempt,
         step: Step,
-        layer: LayerId,
+        piece: PieceId,
         slot: Slot,
-        digest: u64,
+        digest: Option<u64>,
     },
     Synced {
         attempt: Attempt,
@@ -118,7 +126,9 @@ struct Process {
     happenings: BTreeMap<u64, Happening>,
     busy_until: BTreeMap<Resource, Time>,
     /// Inputs on their way to `scratch/`.
-    parking: BTreeSet<(LayerId, Micro)>,
+    parking: BTreeSet<(Stage, Micro)>,
+    /// Pieces of layers that are being written, and what the layer will have become.
+    writing: BTreeMap<(Attempt, LayerId), (usize, u64)>,
     attempts: BTreeMap<Attempt, Begun>,
     /// The step that has to be made again with the factor of clipping.
     known: Option<Step>,
@@ -152,18 +162,29 @@ pub(crate) fn table(layers: usize, tied: bool) -> LayerTable {
     LayerTable::new(&config.unwrap())
 }
 
-fn limits(setup: &Setup) -> Limits {
-    let layers = setup.layers + 2;
-    let parks = |layer: usize| setup.tight && (1..layers - 1).contains(&layer);
+fn limits(setup: &Setup, table: &LayerTable) -> Limits {
+    let (layers, stages) = (table.len(), table.stages(setup.tiling));
+    let parks = |stage: usize| setup.tight && (1..stages - 1).contains(&stage);
+    let pieces = |layer: usize| vec![1; table.pieces(LayerId(layer as u32), setup.tiling).len()];
+    let pieces: Vec<Vec<usize>> = (0..layers).map(pieces).collect();
+    let most = match setup.fused_wait {
+        Wait::Layer => pieces.iter().map(Vec::len).max().unwrap(),
+        Wait::None | Wait::Model => 1,
+    };
     Limits {
-        weight_buffers: setup.weight_buffers,
-        boundaries: if setup.tight { 3 } else { layers } * setup.micros as usize,
+        tiling: setup.tiling,
+        weight_bytes: setup.weight_buffers * table.largest_tile(setup.tiling),
+        bytes_per_weight: 1,
+        boundaries: if setup.tight { 3 } else { stages } * setup.micros as usize,
         boundary_bytes: 0,
-        parked: (0..layers).map(parks).collect(),
-        // Two decoder layers beside the embedding.
-        gradient_bytes: if setup.tight { 3 } else { 2 * layers },
+        parked: (0..stages).map(parks).collect(),
+        // Two pieces beside the embedding, or a layer.
+        gradient_bytes: if setup.tight { 1 + most.max(2) } else { 2 * pieces.concat().len() },
         layer_gradient_bytes: vec![1; layers],
-        spilled: (0..layers).map(|l| l > 0 && setup.tight && setup.updates.may_defer()).collect(),
+        piece_bytes: pieces,
+        spilled: (0..layers)
+            .map(|l| l > 0 && setup.tight && setup.updates.wait(Wait::None) == Wait::Model)
+            .collect(),
         kept: 0,
         kept_logits: 0,
         optimizer_chunks: 4,
@@ -172,8 +193,12 @@ fn limits(setup: &Setup) -> Limits {
 
 impl Process {
     fn new(setup: &Setup, table: &LayerTable, record: &Record) -> Process {
-        let config =
-            NodeConfig { micros: setup.micros, limits: limits(setup), live: record.live.clone() };
+        let config = NodeConfig {
+            micros: setup.micros,
+            limits: limits(setup, table),
+            fused_wait: setup.fused_wait,
+            live: record.live.clone(),
+        };
         let run = RunConfig {
             committed: record.step,
             attempt: record.attempt,
@@ -190,6 +215,7 @@ impl Process {
             happenings: BTreeMap::new(),
             busy_until: BTreeMap::new(),
             parking: BTreeSet::new(),
+            writing: BTreeMap::new(),
             attempts: BTreeMap::new(),
             known: None,
             in_flight_until: 0,
@@ -271,18 +297,20 @@ impl World {
 
     fn happen(&mut self, happening: Happening) {
         match happening {
-            Happening::Wrote { attempt, step, layer, slot, digest } => {
-                self.disk.finish_update(step, layer, slot, digest);
-                let weights = Disk::weights(digest);
-                self.tell_node(NodeEvent::Updated { attempt, layer, weights });
+            Happening::Wrote { attempt, step, piece, slot, digest } => {
+                if let Some(digest) = digest {
+                    self.disk.finish_update(step, piece.layer, slot, digest);
+                }
+                let weights = digest.map(Disk::weights);
+                self.tell_node(NodeEvent::Updated { attempt, piece, weights });
             }
             Happening::Synced { attempt, slots } => {
                 self.disk.sync(&slots);
                 self.tell_node(NodeEvent::Synced { attempt });
             }
             Happening::Node(event) => {
-                if let NodeEvent::Parked { layer, micro, .. } = event {
-                    self.process.parking.remove(&(layer, micro));
+                if let NodeEvent::Parked { stage, micro, .. } = event {
+                    self.process.parking.remove(&(stage, micro));
                 }
                 self.tell_node(event);
             }

@@ -6,7 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use compute::{Command, Device, MicroShape, Outcome, TensorId, WeightsId};
-use model::{LayerId, LayerKind, LayerTable, Micro, Precision, RunShape, TileSpec, Weights};
+use model::{
+    LayerId, LayerKind, LayerTable, Micro, Precision, RunShape, TileSpec, Tiling, Weights,
+};
 use store::{AfterUse, ReadingStore, StoreError, TrainingStore, blocking};
 
 use crate::{Batch, Failure};
@@ -107,10 +109,12 @@ impl<'r> Forward<'r> {
     fn sweep(&mut self, batch: &Batch, ask: &Ask<'_>) -> Result<Answer, Failure> {
         let table = self.reader.table();
         self.embed(batch)?;
-        let tiles: Vec<(LayerId, TileSpec)> = table.layers()[1..]
-            .iter()
-            .flat_map(|layer| table.tiles(layer.id).into_iter().map(|tile| (layer.id, tile)))
-            .collect();
+        let of_layer = |layer: &model::LayerSpec| {
+            let id = layer.id;
+            table.tiles(id, Tiling::Blocks).into_iter().map(move |tile| (id, tile))
+        };
+        let tiles: Vec<(LayerId, TileSpec)> =
+            table.layers()[1..].iter().flat_map(of_layer).collect();
         let mut logits = Vec::new();
         let reader = self.reader;
         std::thread::scope(|scope| {

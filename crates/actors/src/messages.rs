@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use compute::{Command, Gradient, Outcome};
-use model::{Attempt, HostBytes, LayerId, Micro, Precision, Slot, Step, Weights};
+use model::{Attempt, HostBytes, LayerId, Micro, PieceId, Precision, Slot, Stage, Step, Weights};
 use optim::{AdamW, NormTree};
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
 use store::{AfterUse, ChunkHashes, IoCounters, LayerHashes, RecordKind, Room, State, StateChunk};
@@ -64,9 +64,11 @@ pub(crate) enum StoreRequest {
         state: Box<State>,
         reply: Reply<IoCounters>,
     },
+    /// Writes `range` of a block.
     WriteScratch {
         start: u64,
-        bytes: HostBytes,
+        bytes: Arc<HostBytes>,
+        range: Range<usize>,
         reply: Reply<()>,
     },
     ReadScratch {
@@ -87,12 +89,12 @@ pub(crate) struct ComputeRequest {
     pub(crate) reply: Reply<Outcome>,
 }
 
-/// A layer's optimizer run.
+/// The optimizer's run over a piece of a layer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UpdateJob {
     pub(crate) step: Step,
     pub(crate) attempt: Attempt,
-    pub(crate) layer: LayerId,
+    pub(crate) piece: PieceId,
     pub(crate) from: Slot,
     pub(crate) to: Slot,
     pub(crate) prepared: optim::Prepared,
@@ -118,18 +120,21 @@ pub(crate) struct UpdatedLayer {
 /// To the optimizer actor.
 #[derive(Debug)]
 pub(crate) enum OptimizerMessage {
-    /// Take a gradient over, to `scratch/` if `spill`; answers its sum of squares.
+    /// Take the gradient of a piece over, `elements` of its layer, to `scratch/` if `spill`; the
+    /// last piece of a layer to be measured answers the layer's sum of squares.
     Measure {
         attempt: Attempt,
-        layer: LayerId,
+        piece: PieceId,
+        elements: Range<usize>,
         gradient: Gradient,
         spill: bool,
-        reply: Reply<f64>,
+        reply: Reply<Option<f64>>,
     },
-    /// Apply a measured gradient.
+    /// Apply a measured gradient. The last piece of a layer to be written answers what the layer
+    /// came to.
     Update {
         job: UpdateJob,
-        reply: Reply<UpdatedLayer>,
+        reply: Reply<Option<UpdatedLayer>>,
     },
     /// Forget everything; answered when no arithmetic is running.
     Drain {
@@ -181,22 +186,22 @@ pub(crate) enum NodeMessage {
         visit: VisitId,
         result: Result<Weights, Failure>,
     },
-    /// A layer's input has left the device for `scratch/`.
+    /// A stage's input has left the device for `scratch/`.
     Fetched {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
         result: Result<Outcome, Failure>,
     },
     Parked {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
         result: Result<(), Failure>,
     },
     Unparked {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
         result: Result<HostBytes, Failure>,
     },
@@ -212,13 +217,13 @@ pub(crate) enum NodeMessage {
     },
     Measured {
         attempt: Attempt,
-        layer: LayerId,
-        result: Result<f64, Failure>,
+        piece: PieceId,
+        result: Result<Option<f64>, Failure>,
     },
     Updated {
         attempt: Attempt,
-        layer: LayerId,
-        result: Result<UpdatedLayer, Failure>,
+        piece: PieceId,
+        result: Result<Option<UpdatedLayer>, Failure>,
     },
     Synced {
         attempt: Attempt,

@@ -4,9 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use compute::{Command, Outcome};
+use compute::{Command, Gradient, Outcome};
 use kameo::prelude::*;
-use model::{Attempt, HostBytes, LayerId, LayerTable, Micro, Precision, Slot, Step, Weights};
+use model::{
+    Attempt, HostBytes, LayerId, LayerTable, Micro, PieceId, Precision, Slot, Stage, Step, Tiling,
+    Weights,
+};
 use schedule::{
     Again, ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId,
 };
@@ -50,6 +53,7 @@ pub(crate) struct NodeActor {
     directory: Directory,
     table: Arc<LayerTable>,
     node: Node,
+    tiling: Tiling,
     map: Arc<ScratchMap>,
     input_bytes: usize,
     adam_steps: Vec<u64>,
@@ -63,7 +67,7 @@ pub(crate) struct NodeActor {
     device: DeviceClock,
     load: Load,
     /// When the updates in flight began.
-    updates: BTreeMap<LayerId, Instant>,
+    updates: BTreeMap<PieceId, Instant>,
     faults: FaultPlan,
 }
 
@@ -91,6 +95,7 @@ impl Actor for NodeActor {
             map: args.map,
             precision: args.precision,
             seed: args.seed,
+            tiling: args.config.limits.tiling,
             input_bytes: args.config.limits.boundary_bytes,
             node: Node::new(&args.table, args.config),
             table: args.table,
@@ -138,21 +143,21 @@ impl NodeActor {
                 self.bind(attempt, visit, weights);
                 Some(NodeEvent::Streamed { attempt, visit })
             }
-            NodeMessage::Fetched { attempt, layer, micro, result } => {
+            NodeMessage::Fetched { attempt, stage, micro, result } => {
                 if let Outcome::Bytes(bytes) = self.accept(attempt, result)? {
-                    self.write_input(attempt, layer, micro, bytes);
+                    self.write_input(attempt, stage, micro, bytes);
                 }
                 None
             }
-            NodeMessage::Parked { attempt, layer, micro, result } => {
+            NodeMessage::Parked { attempt, stage, micro, result } => {
                 self.accept(attempt, result)?;
-                Some(NodeEvent::Parked { attempt, layer, micro })
+                Some(NodeEvent::Parked { attempt, stage, micro })
             }
-            NodeMessage::Unparked { attempt, layer, micro, result } => {
+            NodeMessage::Unparked { attempt, stage, micro, result } => {
                 self.load.reads -= 1;
                 let bytes = self.accept(attempt, result)?;
-                self.put_input(layer, micro, bytes);
-                Some(NodeEvent::Unparked { attempt, layer, micro })
+                self.put_input(stage, micro, bytes);
+                Some(NodeEvent::Unparked { attempt, stage, micro })
             }
             NodeMessage::Computed { attempt, op, result } => {
                 self.load.computing -= 1;
@@ -165,23 +170,29 @@ impl NodeActor {
                 self.accept(attempt, result)?;
                 Some(NodeEvent::Unbound { attempt, visit })
             }
-            NodeMessage::Measured { attempt, layer, result } => {
+            NodeMessage::Measured { attempt, piece, result } => {
                 self.load.optimizing -= 1;
                 let sum_of_squares = self.accept(attempt, result)?;
-                self.note(attempt, layer, |report| report.sum_of_squares = sum_of_squares);
-                Some(NodeEvent::Measured { attempt, layer, sum_of_squares })
-            }
-            NodeMessage::Updated { attempt, layer, result } => {
-                self.load.optimizing -= 1;
-                let UpdatedLayer { hashes, weights, drift } = self.accept(attempt, result)?;
-                self.note(attempt, layer, |report| {
-                    (report.hashes, report.drift) = (hashes, drift);
-                });
-                if let Some(begun) = self.updates.remove(&layer) {
-                    let seconds = begun.elapsed().as_secs_f64();
-                    self.note(attempt, layer, |report| report.seconds.optimizer = seconds);
+                if let Some(sum) = sum_of_squares {
+                    self.note(attempt, piece.layer, |report| report.sum_of_squares = sum);
                 }
-                Some(NodeEvent::Updated { attempt, layer, weights })
+                Some(NodeEvent::Measured { attempt, piece, sum_of_squares })
+            }
+            NodeMessage::Updated { attempt, piece, result } => {
+                self.load.optimizing -= 1;
+                let layer = self.accept(attempt, result)?;
+                if let Some(begun) = self.updates.remove(&piece) {
+                    let seconds = begun.elapsed().as_secs_f64();
+                    self.note(attempt, piece.layer, |report| report.seconds.optimizer += seconds);
+                }
+                let whole = |UpdatedLayer { hashes, weights, drift }| {
+                    self.note(attempt, piece.layer, |report| {
+                        (report.hashes, report.drift) = (hashes, drift);
+                    });
+                    weights
+                };
+                let weights = layer.map(whole);
+                Some(NodeEvent::Updated { attempt, piece, weights })
             }
             NodeMessage::Synced { attempt, result } => {
                 self.load.syncing -= 1;
@@ -259,18 +270,25 @@ impl NodeActor {
                 }
                 Some(NodeEvent::Loss { attempt, micro, loss })
             }
-            (ComputeOp::TakeGradient { layer, spill }, Outcome::Gradient(gradient)) => {
-                let directory = self.directory.clone();
-                let reply = Reply::new(move |result| {
-                    directory.node().post(NodeMessage::Measured { attempt, layer, result });
-                });
-                self.load.optimizing += 1;
-                let request = OptimizerMessage::Measure { attempt, layer, gradient, spill, reply };
-                self.directory.optimizer().post(request);
+            (ComputeOp::TakeGradient { piece, spill }, Outcome::Gradient(gradient)) => {
+                self.measure(attempt, piece, gradient, spill);
                 None
             }
             _ => None,
         }
+    }
+
+    fn measure(&mut self, attempt: Attempt, piece: PieceId, gradient: Gradient, spill: bool) {
+        let directory = self.directory.clone();
+        let reply = Reply::new(move |result| {
+            directory.node().post(NodeMessage::Measured { attempt, piece, result });
+        });
+        self.load.optimizing += 1;
+        let pieces = self.table.pieces(piece.layer, self.tiling);
+        let elements = pieces[piece.part as usize].clone();
+        let request =
+            OptimizerMessage::Measure { attempt, piece, elements, gradient, spill, reply };
+        self.directory.optimizer().post(request);
     }
 
     fn note_seconds(&mut self, attempt: Attempt, op: ComputeOp, seconds: f64) {
@@ -318,10 +336,10 @@ impl NodeActor {
                 let command = Command::Unbind { id: translate::weights_id(attempt, visit) };
                 self.directory.compute().post(ComputeRequest { command, reply });
             }
-            NodeCommand::Park { attempt, layer, micro } => self.park(attempt, layer, micro),
-            NodeCommand::Unpark { attempt, layer, micro } => self.unpark(attempt, layer, micro),
-            NodeCommand::Update { step, attempt, layer, from, to } => {
-                self.update(step, attempt, layer, (from, to));
+            NodeCommand::Park { attempt, stage, micro } => self.park(attempt, stage, micro),
+            NodeCommand::Unpark { attempt, stage, micro } => self.unpark(attempt, stage, micro),
+            NodeCommand::Update { step, attempt, piece, from, to } => {
+                self.update(step, attempt, piece, (from, to));
             }
             NodeCommand::Sync { attempt, slots } => {
                 self.load.syncing += 1;
@@ -358,38 +376,39 @@ impl NodeActor {
         self.directory.compute().post(ComputeRequest { command, reply });
     }
 
-    fn park(&self, attempt: Attempt, layer: LayerId, micro: Micro) {
+    fn park(&self, attempt: Attempt, stage: Stage, micro: Micro) {
         let directory = self.directory.clone();
         let reply = Reply::new(move |result| {
-            directory.node().post(NodeMessage::Fetched { attempt, layer, micro, result });
+            directory.node().post(NodeMessage::Fetched { attempt, stage, micro, result });
         });
-        let command = Command::Get { id: translate::input(layer, micro) };
+        let command = Command::Get { id: translate::input(stage, micro) };
         self.directory.compute().post(ComputeRequest { command, reply });
     }
 
-    fn write_input(&self, attempt: Attempt, layer: LayerId, micro: Micro, bytes: HostBytes) {
+    fn write_input(&self, attempt: Attempt, stage: Stage, micro: Micro, bytes: HostBytes) {
         let directory = self.directory.clone();
         let reply = Reply::new(move |result| {
-            directory.node().post(NodeMessage::Parked { attempt, layer, micro, result });
+            directory.node().post(NodeMessage::Parked { attempt, stage, micro, result });
         });
-        let start = self.map.input(layer, micro);
-        self.directory.store().post(StoreRequest::WriteScratch { start, bytes, reply });
+        let (start, range) = (self.map.input(stage, micro), 0..bytes.len());
+        let bytes = Arc::new(bytes);
+        self.directory.store().post(StoreRequest::WriteScratch { start, bytes, range, reply });
     }
 
-    fn unpark(&mut self, attempt: Attempt, layer: LayerId, micro: Micro) {
+    fn unpark(&mut self, attempt: Attempt, stage: Stage, micro: Micro) {
         self.load.reads += 1;
         let directory = self.directory.clone();
         let reply = Reply::new(move |result| {
-            directory.node().post(NodeMessage::Unparked { attempt, layer, micro, result });
+            directory.node().post(NodeMessage::Unparked { attempt, stage, micro, result });
         });
-        let (start, len) = (self.map.input(layer, micro), self.input_bytes);
+        let (start, len) = (self.map.input(stage, micro), self.input_bytes);
         self.directory.store().post(StoreRequest::ReadScratch { start, len, reply });
     }
 
-    fn put_input(&self, layer: LayerId, micro: Micro, bytes: HostBytes) {
+    fn put_input(&self, stage: Stage, micro: Micro, bytes: HostBytes) {
         // A failed put shows in the command that needs the input.
         let reply = Reply::new(|_| {});
-        let command = Command::Put { id: translate::input(layer, micro), bytes };
+        let command = Command::Put { id: translate::input(stage, micro), bytes };
         self.directory.compute().post(ComputeRequest { command, reply });
     }
 
@@ -397,8 +416,8 @@ impl NodeActor {
         let Some(in_work) = self.works.get(&attempt) else { return };
         let weights = translate::weights_id(attempt, visit);
         let batch = &in_work.work.batch;
-        let head = self.table.head();
-        let commands = translate::commands(op, weights, batch, head, &mut self.rows);
+        let model = translate::Model { table: &self.table, tiling: self.tiling };
+        let commands = translate::commands(op, weights, batch, model, &mut self.rows);
         for command in commands {
             self.device.enqueued(Instant::now(), self.load.computing == 0);
             self.load.computing += 1;
@@ -410,8 +429,9 @@ impl NodeActor {
         }
     }
 
-    fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, (from, to): (Slot, Slot)) {
+    fn update(&mut self, step: Step, attempt: Attempt, piece: PieceId, (from, to): (Slot, Slot)) {
         let Some(in_work) = self.works.get(&attempt) else { return };
+        let layer = piece.layer;
         let factor = match in_work.work.clip {
             Clip::Layer(max) => {
                 let sum = in_work.layers[layer.index()].sum_of_squares;
@@ -422,12 +442,12 @@ impl NodeActor {
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
         let rounding = optim::rounding_key(self.seed, u64::from(layer.0), t);
-        let job = UpdateJob { step, attempt, layer, from, to, prepared, t, rounding };
+        let job = UpdateJob { step, attempt, piece, from, to, prepared, t, rounding };
         self.load.optimizing += 1;
-        self.updates.insert(layer, Instant::now());
+        self.updates.insert(piece, Instant::now());
         let directory = self.directory.clone();
         let reply = Reply::new(move |result| {
-            directory.node().post(NodeMessage::Updated { attempt, layer, result });
+            directory.node().post(NodeMessage::Updated { attempt, piece, result });
         });
         self.directory.optimizer().post(OptimizerMessage::Update { job, reply });
     }

@@ -1,5 +1,7 @@
 //! [`Reply`]: an address for one answer, which is given exactly once.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use compute::DeviceError;
 use store::StoreError;
 
@@ -66,6 +68,33 @@ impl<T> Reply<T> {
     }
 }
 
+impl<T: Send + 'static> Reply<T> {
+    /// So many replies, with the last of which `value` is answered, or the first failure; at once
+    /// where there are none.
+    pub(crate) fn after(self, count: usize, value: T) -> Vec<Reply<()>> {
+        if count == 0 {
+            self.send(Ok(value));
+            return Vec::new();
+        }
+        let waiting = Arc::new(Mutex::new((count, Some((self, value)))));
+        let part = || {
+            let waiting = Arc::clone(&waiting);
+            Reply::new(move |result: Result<(), Failure>| {
+                // What is changed under the lock is changed whole.
+                let mut waiting = waiting.lock().unwrap_or_else(PoisonError::into_inner);
+                waiting.0 -= 1;
+                if waiting.0 > 0 && result.is_ok() {
+                    return;
+                }
+                if let Some((reply, value)) = waiting.1.take() {
+                    reply.send(result.map(|()| value));
+                }
+            })
+        };
+        (0..count).map(|_| part()).collect()
+    }
+}
+
 impl<T> Drop for Reply<T> {
     fn drop(&mut self) {
         if let Some(answer) = self.answer.take() {
@@ -92,5 +121,27 @@ mod tests {
         Reply::new(move |r: Result<u8, Failure>| tx.send(r.is_ok()).unwrap()).send(Ok(1));
         drop(Reply::new(move |r: Result<u8, Failure>| other.send(r.is_ok()).unwrap()));
         assert_eq!(rx.iter().collect::<Vec<_>>(), [true, false]);
+    }
+
+    #[test]
+    fn a_reply_after_others_waits_for_all_of_them_or_the_first_that_fails() {
+        let ask = |count| {
+            let (tx, rx) = channel();
+            let reply = Reply::new(move |r: Result<u8, Failure>| tx.send(r.ok()).unwrap());
+            (reply.after(count, 7), rx)
+        };
+        assert_eq!(ask(0).1.recv(), Ok(Some(7)));
+        let (mut parts, rx) = ask(3);
+        for _ in 0..2 {
+            parts.pop().unwrap().send(Ok(()));
+            assert!(rx.try_recv().is_err(), "too early");
+        }
+        parts.pop().unwrap().send(Ok(()));
+        assert_eq!(rx.recv(), Ok(Some(7)));
+        let (mut parts, rx) = ask(2);
+        drop(parts.pop());
+        assert_eq!(rx.recv(), Ok(None));
+        parts.pop().unwrap().send(Ok(()));
+        assert!(rx.recv().is_err(), "answered twice");
     }
 }

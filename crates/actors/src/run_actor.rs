@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use data::{Cursor, Rows, Sampler};
 use kameo::prelude::*;
-use model::{Attempt, Budget, LayerTable, RunShape, Step};
+use model::{Attempt, Budget, LayerTable, RunShape, Step, Wait};
 use optim::{AdamW, LrSchedule};
 use schedule::{
     AutoLock, End, FromNode, Guard, Ledger, Policy, Reason, Run, RunCommand, RunConfig, RunEvent,
@@ -38,6 +38,16 @@ pub enum Clip {
     Global(f64),
     /// Each layer by its own norm.
     Layer(f64),
+}
+
+impl Clip {
+    /// What gradients wait for where the optimizer runs inside the sweep.
+    pub fn fused_wait(self) -> Wait {
+        match self {
+            Clip::Layer(_) => Wait::Layer,
+            Clip::None | Clip::Global(_) => Wait::None,
+        }
+    }
 }
 
 /// Everything a run computes with.

@@ -1,12 +1,13 @@
 //! [`ScratchMap`]: where in the scratch file a parked input or a spilled gradient lies.
 
-use model::{LayerId, Limits, Micro, PAGE_BYTES};
+use model::{LayerId, Limits, Micro, PAGE_BYTES, Stage};
 
 /// Places of one run; a place is used again by every step, after its last reader.
 #[derive(Clone, Debug)]
 pub(crate) struct ScratchMap {
     /// By layer.
     gradients: Vec<u64>,
+    /// By stage.
     inputs: Vec<u64>,
     input_stride: u64,
     bytes: u64,
@@ -42,7 +43,7 @@ impl ScratchMap {
         self.gradients[layer.index()]
     }
 
-    pub(crate) fn input(&self, layer: LayerId, micro: Micro) -> u64 {
-        self.inputs[layer.index()] + u64::from(micro.0) * self.input_stride
+    pub(crate) fn input(&self, stage: Stage, micro: Micro) -> u64 {
+        self.inputs[stage.index()] + u64::from(micro.0) * self.input_stride
     }
 }

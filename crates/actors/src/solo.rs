@@ -241,6 +241,7 @@ fn node_args(
         config: NodeConfig {
             micros: config.shape.micros() as u32,
             limits: config.limits.clone(),
+            fused_wait: config.clip.fused_wait(),
             live,
         },
         map: Arc::clone(map),

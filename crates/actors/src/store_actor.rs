@@ -85,8 +85,8 @@ impl Message<StoreRequest> for StoreActor {
                 });
                 store.commit(kind, *state, pass(gate, watch.over(lane, reply)));
             }
-            StoreRequest::WriteScratch { start, bytes, reply } => {
-                self.scratch().write(start, bytes, pass(gate, watch.over(lane, reply)));
+            StoreRequest::WriteScratch { start, bytes, range, reply } => {
+                self.scratch().write(start, (&bytes, range), pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::ReadScratch { start, len, reply } => {
                 self.scratch().read(start, len, pass(gate, watch.over(lane, reply)));

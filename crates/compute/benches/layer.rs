@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use compute::{Command, ComputeDtype, CpuDevice, Device, MicroShape, Outcome, TensorId, WeightsId};
-use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, TileId, Weights};
+use model::{Budget, HostBytes, LayerId, LayerTable, ModelConfig, TileId, Tiling, Weights};
 
 const SHAPE: MicroShape = MicroShape { rows: 2, seq_len: 512 };
 const THREADS: usize = 2;
@@ -138,7 +138,8 @@ impl Bench {
     }
 
     fn bind(&mut self, layer: LayerId, tile: u32) -> WeightsId {
-        let values = random(self.table.tiles(layer)[tile as usize].elements.len());
+        let spec = self.table.tile(layer, TileId(tile)).expect("a tile of the layer");
+        let values = random(spec.elements.len());
         let weights = Weights::F32(values);
         let id = WeightsId(u64::from(layer.0 * 1000 + tile));
         self.call(Command::Bind { id, layer, tile: TileId(tile), weights });
@@ -190,7 +191,7 @@ impl Bench {
             seconds[at] = seconds[at].min(self.seconds(backward));
         }
         self.call(Command::Clear);
-        let elements = self.table.tiles(self.table.head())[1].elements.len();
+        let elements = self.table.tiles(self.table.head(), Tiling::Whole)[1].elements.len();
         let product = 2.0 * SHAPE.tokens() as f64 * elements as f64;
         rows(
             name,

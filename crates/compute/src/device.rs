@@ -2,6 +2,7 @@
 //!
 //! Letters: B rows, S sequence, T = B*S tokens of the microbatch, D hidden, V vocabulary.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
@@ -69,7 +70,7 @@ pub enum Command {
         index: Arc<[u32]>,
         y: TensorId,
     },
-    /// A decoder layer. `keep`: inner activations stay for `Backward`, which needs no recompute
+    /// A decoder layer, or the residual block of one that is bound. `keep`: inner activations stay for `Backward`, which needs no recompute
     /// then and produces the same bits.
     Forward {
         weights: WeightsId,
@@ -78,7 +79,7 @@ pub enum Command {
         y: TensorId,
         keep: bool,
     },
-    /// Backward of a decoder layer. Consumes `x`, `dy` and kept activations; adds to the layer's
+    /// Backward of what `Forward` does. Consumes `x`, `dy` and kept activations; adds to the layer's
     /// gradient if `gradient`; produces `dx` if asked for.
     Backward {
         weights: WeightsId,
@@ -140,9 +141,11 @@ pub enum Command {
         tokens: Arc<[u32]>,
         dy: TensorId,
     },
-    /// Moves a layer's complete gradient to the host. Outcome: `Gradient`.
+    /// Moves the complete gradient of a piece of a layer to the host: of `elements`, as
+    /// [`LayerTable::pieces`](model::LayerTable::pieces) names them. Outcome: `Gradient`.
     TakeGradient {
         layer: LayerId,
+        elements: Range<usize>,
     },
     /// Drops every tensor, weight, kept activation and gradient: an attempt was aborted.
     Clear,
@@ -173,11 +176,12 @@ impl Command {
     }
 }
 
-/// A layer's gradient on the host.
+/// The gradient of a piece of a layer, on the host.
 #[derive(Debug)]
 pub enum Gradient {
-    /// One value for each parameter, in the order of the layer's block.
-    Dense(HostBytes),
+    /// One value for each parameter, in the order of the layer's block, whose element `first` is
+    /// the first one: it starts a chunk. Values before the piece mean nothing.
+    Dense { first: usize, values: HostBytes },
     /// Only the rows that tokens touched: `values` is `[ids.len(), width]`, ids ascend strictly;
     /// every other row's gradient is zero.
     Rows { ids: Vec<u32>, width: usize, values: HostBytes },

@@ -12,7 +12,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use model::HostBytes;
+use model::{HostBytes, Precision};
 use rayon::prelude::*;
 
 mod bf16;
@@ -68,6 +68,14 @@ impl Values<'_> {
 }
 
 impl ComputeDtype {
+    /// How exactly weights are wanted.
+    pub fn precision(self) -> Precision {
+        match self {
+            ComputeDtype::F32 => Precision::Exact,
+            ComputeDtype::Bf16 => Precision::Bf16,
+        }
+    }
+
     /// `C [m, n] (+)= A [m, k] * B [n, k]^T`
     pub(crate) fn nt(self, c: &mut [f32], accum: Accum, a: &[f32], b: Values<'_>, k: usize) {
         let (m, n) = (a.len() / k, b.len() / k);

@@ -336,7 +336,7 @@ impl Fit {
         let plan = StepPlan {
             table: &subject.table,
             layout,
-            precision: run_start::workspace(&subject.config, layout, record).precision,
+            precision: record.dtype().precision(),
             shape: record.shape(),
             limits,
             policy,

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use data::{Order, Rows, RowsError, Sampler};
-use model::{BudgetError, LayerTable, Limits, ModelConfig, StateLayout, Workspace};
+use model::{BudgetError, LayerTable, Limits, ModelConfig, StateLayout, Tiling, Workspace};
 use schedule::{Policy, Updates};
 use serde_json::{Map, Value};
 use store::{RollBack, State, StoreError, TrainingStore};
@@ -232,14 +232,15 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
 }
 
 /// What the device needs for the run's microbatches.
-pub(crate) fn workspace(
+fn workspace(
     config: &ModelConfig,
     layout: StateLayout,
     record: &RunRecord,
+    tiling: Tiling,
 ) -> Workspace {
     let shape = record.shape();
     let micro = compute::MicroShape { rows: shape.micro_rows, seq_len: shape.seq_len };
-    compute::workspace(config, record.dtype(), layout, micro)
+    compute::workspace(config, record.dtype(), layout, micro, tiling)
 }
 
 /// What `updates` comes to within `limits`: gradients that all have room to wait for the norm do.
@@ -258,8 +259,9 @@ pub(crate) fn limits(
     ram_bytes: usize,
 ) -> anyhow::Result<Limits> {
     let shape = record.shape();
-    let workspace = workspace(config, layout, record);
-    let at = |shape| Limits::new(table, layout, shape, workspace, updates.may_defer(), ram_bytes);
+    let wait = updates.wait(record.clip_rule()?.fused_wait());
+    let workspace = |tiling| workspace(config, layout, record, tiling);
+    let at = |shape| Limits::new(table, layout, shape, workspace, wait, ram_bytes);
     at(shape).map_err(|error| match error {
         BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } if record.micro_rows > 1 => {
             let remedy = String::from(" or choose a smaller --micro-rows");

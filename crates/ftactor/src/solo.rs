@@ -23,7 +23,7 @@ use crate::options::{GuardChoice, TrainOptions, parse_size};
 use crate::out::{errln, out, outln};
 use crate::progress::{ByteBar, OptimizerBytes, RunObserver, Show};
 use crate::run_record::RunRecord;
-use crate::run_start::{Run, decide, finish_rollback, limits, order, settle, workspace};
+use crate::run_start::{Run, decide, finish_rollback, limits, order, settle};
 use crate::{demo, effective, layers, machine, run_start, snapshots, supervise, text};
 
 /// How long a closing run waits for threads to let go of the store.
@@ -162,7 +162,9 @@ pub(crate) fn train(
     let mut session = open_session(store, config, run, options, budget)?;
     session.patience = args.stuck_after.map_or_else(Patience::default, Patience::of_seconds);
     if args.no_prefetch {
-        (session.limits.weight_buffers, session.limits.optimizer_chunks) = (1, 1);
+        let limits = &mut session.limits;
+        let largest = session.store.table().largest_tile(limits.tiling);
+        (limits.weight_bytes, limits.optimizer_chunks) = (largest * limits.bytes_per_weight, 1);
     }
     let summary = run_session(session, runtime, &interrupt, options, &faults, show)?;
     faults.write_record().context("write the record of faults")?;
@@ -376,7 +378,7 @@ fn solo_config(
         seed: record.seed,
         shape: record.shape(),
         limits: session.limits.clone(),
-        precision: workspace(&session.config, session.store.layout(), record).precision,
+        precision: record.dtype().precision(),
         budget: session.budget.clone(),
         threads: Arc::clone(&session.threads),
         updates: session.updates,

@@ -27,6 +27,11 @@ id!(
     TileId(u32)
 );
 id!(
+    /// Position of a tile of the decoder in the forward sweep, the embedding being 0 and the head
+    /// the last: the tile's input goes by it.
+    Stage(u32)
+);
+id!(
     /// Number of an optimizer step; the first one is 1, 0 is the state before training.
     Step(u64)
 );
@@ -46,11 +51,31 @@ impl LayerId {
     }
 }
 
+impl Stage {
+    /// The stage as an index into per-stage vectors.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// The stage whose input is this one's output.
+    pub fn next(self) -> Stage {
+        Stage(self.0 + 1)
+    }
+}
+
 impl Step {
     /// The step after this one.
     pub fn next(self) -> Step {
         Step(self.0 + 1)
     }
+}
+
+/// A part of a layer's gradient that is complete at once: an index into
+/// [`LayerTable::pieces`](crate::LayerTable::pieces).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PieceId {
+    pub layer: LayerId,
+    pub part: u32,
 }
 
 /// One of the two on-disk versions of a layer.

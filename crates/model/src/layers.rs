@@ -3,13 +3,14 @@
 //! Invariants:
 //! - layers are numbered in forward order: embedding, decoder layers, head;
 //! - tensors of a layer lie back to back in float32 elements, in the order listed here;
-//! - tiles of a head are slices of whole vocabulary rows whose number depends on the model only.
+//! - tiles of a head are slices of whole vocabulary rows whose number depends on the model only;
+//! - how decoder layers are tiled never changes what is computed, only what is in memory at once.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{LayerId, ModelConfig, TileId};
+use crate::{LayerId, ModelConfig, PieceId, TileId};
 
 /// Upper bound of the vocabulary rows of one head tile.
 pub const VOCAB_TILE_ROWS: usize = 8192;
@@ -102,14 +103,29 @@ impl TensorSpec {
     }
 }
 
+/// How decoder layers are streamed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tiling {
+    /// One tile each.
+    Whole,
+    /// A tile for each of its two residual blocks, attention and feed-forward: half the memory and
+    /// less, for one more input that waits for the way back.
+    Blocks,
+}
+
 /// A contiguous part of a layer's weight block: the unit that is streamed and computed on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TileSpec {
+    /// In its layer. Of a decoder layer, 0 is the whole of it, 1 its attention and 2 its
+    /// feed-forward.
     pub id: TileId,
     /// Layer whose files hold the tile's weights: the embedding's for a tied head's tiles.
     pub source: LayerId,
     /// Elements inside the source layer's block.
     pub elements: Range<usize>,
+    /// Elements of the source layer whose gradient is complete at once: the tile's own, or all of
+    /// an embedding that is tied.
+    pub gradient: Range<usize>,
     /// Vocabulary rows of a head tile; empty for a layer that is one tile.
     pub vocabulary: Range<usize>,
 }
@@ -226,36 +242,72 @@ impl LayerTable {
 
     /// The tiles of a layer in forward order. Tile 0 of a head holds its final norm, the others
     /// vocabulary rows of the projection.
-    pub fn tiles(&self, id: LayerId) -> Vec<TileSpec> {
+    pub fn tiles(&self, id: LayerId, tiling: Tiling) -> Vec<TileSpec> {
         let spec = self.layer(id);
-        match spec.kind {
-            LayerKind::Head => self.head_tiles(spec),
-            LayerKind::Embedding | LayerKind::Decoder => vec![TileSpec {
-                id: TileId(0),
-                source: id,
-                elements: 0..spec.elements(),
-                vocabulary: 0..0,
-            }],
+        match (spec.kind, tiling) {
+            (LayerKind::Head, _) => self.head_tiles(spec),
+            (LayerKind::Decoder, Tiling::Blocks) => {
+                let Some(middle) = spec.tensor(Role::FeedForwardNorm).map(|norm| norm.offset)
+                else {
+                    return Vec::new();
+                };
+                vec![
+                    own_tile(spec, TileId(1), 0..middle),
+                    own_tile(spec, TileId(2), middle..spec.elements()),
+                ]
+            }
+            (LayerKind::Embedding | LayerKind::Decoder, _) => {
+                vec![own_tile(spec, TileId(0), 0..spec.elements())]
+            }
         }
     }
 
+    /// The tile of a layer with this id, however layers are streamed.
+    pub fn tile(&self, layer: LayerId, id: TileId) -> Option<TileSpec> {
+        let all = [Tiling::Whole, Tiling::Blocks];
+        all.into_iter().flat_map(|t| self.tiles(layer, t)).find(|tile| tile.id == id)
+    }
+
+    /// Elements of a layer whose gradients are complete at once, in the order in which backward
+    /// completes them: from the layer's end down.
+    pub fn pieces(&self, id: LayerId, tiling: Tiling) -> Vec<Range<usize>> {
+        let tiles = self.tiles(id, tiling).into_iter().rev();
+        tiles.filter(|tile| tile.source == id).map(|tile| tile.gradient).collect()
+    }
+
+    /// The piece that a tile's gradient is part of.
+    pub fn piece_of(&self, tile: &TileSpec, tiling: Tiling) -> PieceId {
+        let pieces = self.pieces(tile.source, tiling);
+        let part = pieces.iter().position(|piece| *piece == tile.gradient);
+        PieceId { layer: tile.source, part: part.unwrap_or(0) as u32 }
+    }
+
+    /// Number of stages of the forward sweep, embedding and head included.
+    pub fn stages(&self, tiling: Tiling) -> usize {
+        2 + self.decoder_tiles(tiling).count()
+    }
+
+    /// The tiles of the decoder in forward order: those of the stages between embedding and head.
+    pub fn decoder_tiles(&self, tiling: Tiling) -> impl Iterator<Item = TileSpec> {
+        let decoders = self.layers.iter().filter(|layer| layer.kind == LayerKind::Decoder);
+        decoders.flat_map(move |layer| self.tiles(layer.id, tiling))
+    }
+
     fn head_tiles(&self, head: &LayerSpec) -> Vec<TileSpec> {
-        let norm = TileSpec {
-            id: TileId(0),
-            source: head.id,
-            elements: 0..self.hidden_size,
-            vocabulary: 0..0,
-        };
+        let norm = own_tile(head, TileId(0), 0..self.hidden_size);
         let (source, start) =
             if self.tied { (self.embedding(), 0) } else { (head.id, self.hidden_size) };
         let rows = vocab_tile_rows(self.hidden_size);
         let projection = (0..self.vocab_size).step_by(rows).enumerate().map(|(i, first)| {
             let vocabulary = first..(first + rows).min(self.vocab_size);
             let at = |row: usize| start + row * self.hidden_size;
+            let elements = at(vocabulary.start)..at(vocabulary.end);
+            let whole = 0..self.layer(source).elements();
             TileSpec {
                 id: TileId(i as u32 + 1),
                 source,
-                elements: at(vocabulary.start)..at(vocabulary.end),
+                gradient: if self.tied { whole } else { elements.clone() },
+                elements,
                 vocabulary,
             }
         });
@@ -263,10 +315,13 @@ impl LayerTable {
     }
 
     /// Weights of the largest tile that is streamed.
-    pub fn largest_tile(&self) -> usize {
-        let streamed = self.layers.iter().filter(|layer| layer.kind != LayerKind::Embedding);
-        let tiles = streamed.flat_map(|layer| self.tiles(layer.id));
-        tiles.map(|tile| tile.elements.len()).max().unwrap_or(0)
+    pub fn largest_tile(&self, tiling: Tiling) -> usize {
+        self.streamed(tiling).map(|tile| tile.elements.len()).max().unwrap_or(0)
+    }
+
+    /// All tiles that are bound, in forward order.
+    pub fn streamed(&self, tiling: Tiling) -> impl Iterator<Item = TileSpec> {
+        self.decoder_tiles(tiling).chain(self.tiles(self.head(), tiling))
     }
 
     /// The layers that `text` names, e.g. `embed,0-11,head`; the `Err` says what is wrong.
@@ -294,6 +349,11 @@ impl LayerTable {
 /// Rows of a head tile: at most [`VOCAB_TILE_ROWS`] and 32 MiB of float32, a multiple of 64.
 fn vocab_tile_rows(hidden_size: usize) -> usize {
     (VOCAB_TILE_ELEMENTS / hidden_size / 64 * 64).clamp(64, VOCAB_TILE_ROWS)
+}
+
+fn own_tile(layer: &LayerSpec, id: TileId, elements: Range<usize>) -> TileSpec {
+    let gradient = elements.clone();
+    TileSpec { id, source: layer.id, elements, gradient, vocabulary: 0..0 }
 }
 
 fn layer(id: usize, kind: LayerKind, name: String, tensors: Tensors) -> LayerSpec {

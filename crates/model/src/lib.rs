@@ -4,8 +4,7 @@
 //! - nothing here knows files, sockets, devices, threads or async code; of the operating system only
 //!   where memory comes from;
 //! - a layer's tensors lie back to back in one block, in the order of its [`LayerSpec`];
-//! - everything is derived from [`ModelConfig`] alone, never from a memory budget, so that bits
-//!   never depend on one.
+//! - what changes bits is derived from [`ModelConfig`] alone, never from a memory budget.
 
 mod budget;
 mod bytes;
@@ -22,9 +21,11 @@ pub use budget::{Budget, BudgetError, Spare};
 pub use bytes::{HostBytes, PAGE_BYTES};
 pub use config::{ConfigError, Family, ModelConfig, RopeScaling};
 pub use hash::{hex, parse_hex};
-pub use ids::{Attempt, LayerId, Micro, Slot, Step, TileId};
-pub use layers::{LayerKind, LayerSpec, LayerTable, Role, TensorSpec, TileSpec, VOCAB_TILE_ROWS};
-pub use limits::{CHUNK_BYTES, Limits, RunShape, Workspace};
+pub use ids::{Attempt, LayerId, Micro, PieceId, Slot, Stage, Step, TileId};
+pub use layers::{
+    LayerKind, LayerSpec, LayerTable, Role, TensorSpec, TileSpec, Tiling, VOCAB_TILE_ROWS,
+};
+pub use limits::{CHUNK_BYTES, Limits, RunShape, Wait, Workspace};
 pub use planes::{
     CHUNK_ELEMENTS, MOMENT_BLOCK, PLANES, Plane, PlaneSpec, PlaneType, Precision, StateLayout,
     from_bf16, from_bf16_into, join, join_into, split, split_into, to_bf16,

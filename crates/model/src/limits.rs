@@ -5,7 +5,9 @@
 //!   needed, and what is left above it only ever saves time, never changes bits;
 //! - nothing here grows with the model's depth except what the budget has room for.
 
-use crate::{BudgetError, CHUNK_ELEMENTS, LayerSpec, LayerTable, Precision, StateLayout};
+use std::ops::Range;
+
+use crate::{BudgetError, CHUNK_ELEMENTS, LayerSpec, LayerTable, Precision, StateLayout, Tiling};
 
 /// How many tokens a step has and how they are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,29 +44,45 @@ pub struct Workspace {
     pub bound_bytes: usize,
     /// Most that any single command allocates while it runs.
     pub command_bytes: usize,
-    /// Inner activations of one decoder layer and one microbatch, when they are kept.
+    /// Inner activations of one tile of the decoder and one microbatch, when they are kept.
     pub kept_bytes: usize,
     /// Logits of one vocabulary tile and one microbatch, when they are kept.
     pub logits_bytes: usize,
 }
 
+/// What a gradient waits for before the optimizer may take it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
+    /// Nothing.
+    None,
+    /// The norm of its layer.
+    Layer,
+    /// The norm of the model.
+    Model,
+}
+
 /// How many buffers of each kind a run has, and what waits on the disk instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Tiles of weights bound or on their way at once.
-    pub weight_buffers: usize,
-    /// Inputs of layers, `[micro tokens, D]` each, that are in RAM at once.
+    /// How decoder layers are streamed: whole where they fit.
+    pub tiling: Tiling,
+    /// Bytes of weights bound or on their way at once, and of one weight.
+    pub weight_bytes: usize,
+    pub bytes_per_weight: usize,
+    /// Inputs of stages, `[micro tokens, D]` each, that are in RAM at once.
     pub boundaries: usize,
     pub boundary_bytes: usize,
-    /// By layer: its inputs wait for the backward sweep in `scratch/`.
+    /// By stage: its inputs wait for the backward sweep in `scratch/`.
     pub parked: Vec<bool>,
     /// Bytes of gradients in RAM at once, in the making or waiting for the optimizer.
     pub gradient_bytes: usize,
-    /// By layer: what its gradient takes.
+    /// By layer: what its gradient takes in `scratch/`.
     pub layer_gradient_bytes: Vec<usize>,
+    /// By layer and piece: what it takes in RAM.
+    pub piece_bytes: Vec<Vec<usize>>,
     /// By layer: its gradient waits for the optimizer in `scratch/`.
     pub spilled: Vec<bool>,
-    /// Microbatches of decoder layers whose inner activations are kept for backward.
+    /// Microbatches of tiles of the decoder whose inner activations are kept for backward.
     pub kept: usize,
     /// Microbatches of vocabulary tiles whose logits are kept for backward, besides those of the
     /// last tile, which goes straight back and stays within `Workspace::command_bytes`.
@@ -78,9 +96,10 @@ pub const CHUNK_BYTES: usize = 4 << 20;
 /// Fewest chunks with which reading and writing overlap with arithmetic, and how many pay.
 const OPTIMIZER_CHUNKS_MIN: usize = 2;
 const OPTIMIZER_CHUNKS_MAX: usize = 6;
-/// Fewest tiles with which the next one loads while one computes.
-const WEIGHT_BUFFERS_MIN: usize = 2;
-const WEIGHT_BUFFERS_MAX: usize = 4;
+/// Tiles that pay beside the two with which the next one loads while one computes.
+const EXTRA_TILES: usize = 2;
+/// Layers whose pieces may have met in the middle of a chunk that is not complete yet.
+const OPEN_SEAMS: usize = 2;
 /// Fewest inputs per microbatch: of the layer that computes, of the next one, and on its way to or
 /// from `scratch/`.
 const BOUNDARIES_MIN: usize = 3;
@@ -89,20 +108,23 @@ const BOUNDARIES_MIN: usize = 3;
 const COMPANIONS: usize = 4;
 
 impl Limits {
-    /// Shares `ram_bytes` out. What is left above the minimum goes to the inputs of layers, to the
-    /// optimizer's chunks, to gradients (`keep_gradients`: all of them have to wait for the last
-    /// one), to weight buffers, to inner activations and to logits, in that order: by what a byte
-    /// saves.
+    /// Shares `ram_bytes` out. Decoder layers are streamed in blocks only if they do not fit whole;
+    /// `workspace` says what the device needs either way. What is left above the minimum goes to the
+    /// inputs of stages, to the optimizer's chunks, to gradients that wait for the norm of the model,
+    /// to weights, to inner activations and to logits, in that order: by what a byte saves.
     pub fn new(
         table: &LayerTable,
         layout: StateLayout,
         shape: RunShape,
-        workspace: Workspace,
-        keep_gradients: bool,
+        workspace: impl Fn(Tiling) -> Workspace,
+        wait: Wait,
         ram_bytes: usize,
     ) -> Result<Limits, BudgetError> {
-        let parts = Parts::new(table, layout, shape, workspace);
-        let Some(mut spare) = ram_bytes.checked_sub(parts.minimum()) else {
+        let parts = |tiling| Parts::new(table, layout, shape, workspace(tiling), tiling, wait);
+        let (whole, blocks) = (parts(Tiling::Whole), parts(Tiling::Blocks));
+        let fits = whole.minimum() <= ram_bytes || whole.minimum() <= blocks.minimum();
+        let parts = if fits { whole } else { blocks };
+        let Some(spare) = ram_bytes.checked_sub(parts.minimum()) else {
             return Err(BudgetError::TooSmall {
                 given_bytes: ram_bytes as u64,
                 needed_bytes: parts.minimum() as u64,
@@ -110,55 +132,39 @@ impl Limits {
                 remedy: String::new(),
             });
         };
-        let micros = shape.micros();
-        let mut share = |each: usize, most: usize| {
-            let count = (spare / each.max(1)).min(most);
-            spare -= count * each;
-            count
-        };
-        let wanted = (table.len() - 1).saturating_sub(BOUNDARIES_MIN);
-        let kept_inputs = share(parts.boundary * micros, wanted);
-        let extra_chunks = share(parts.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
-        let waiting = if keep_gradients { parts.waiting_gradients() } else { 0 };
-        let gradient_bytes = parts.gradients() + share(1, waiting);
-        let extra_buffers = share(parts.weight_buffer, WEIGHT_BUFFERS_MAX - WEIGHT_BUFFERS_MIN);
-        let kept = share(workspace.kept_bytes, (table.len() - 2) * micros);
-        let scored = table.tiles(table.head()).len().saturating_sub(2);
-        let kept_logits = share(workspace.logits_bytes, scored * micros);
-        Ok(Limits {
-            weight_buffers: WEIGHT_BUFFERS_MIN + extra_buffers,
-            boundaries: (BOUNDARIES_MIN + kept_inputs) * micros,
-            boundary_bytes: parts.boundary,
-            parked: parked(table.len(), kept_inputs),
-            spilled: parts.spilled(gradient_bytes, keep_gradients),
-            gradient_bytes,
-            layer_gradient_bytes: parts.gradients,
-            kept,
-            kept_logits,
-            optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
-        })
+        Ok(parts.share(spare))
     }
 }
 
-/// Inputs of the lowest layers wait longest, so they are the ones that leave RAM. `kept_inputs`
-/// layers stay besides those that are being worked on.
-fn parked(layers: usize, kept_inputs: usize) -> Vec<bool> {
-    let inputs = layers - 1;
+/// Inputs of the lowest stages wait longest, so they are the ones that leave RAM. Those of
+/// `kept_inputs` stages stay besides those that are being worked on.
+fn parked(stages: usize, kept_inputs: usize) -> Vec<bool> {
+    let inputs = stages - 1;
     let staying = kept_inputs + BOUNDARIES_MIN;
-    let parks = |layer: usize| inputs > staying && layer >= 1 && layer < layers - 1 - kept_inputs;
-    (0..layers).map(parks).collect()
+    let parks = |stage: usize| inputs > staying && stage >= 1 && stage < stages - 1 - kept_inputs;
+    (0..stages).map(parks).collect()
 }
 
 struct Parts {
-    weight_buffer: usize,
+    tiling: Tiling,
+    wait: Wait,
+    bytes_per_weight: usize,
+    /// Of the two tiles that are largest together and follow one another, and of the largest one.
+    pair_of_tiles: usize,
+    largest_tile: usize,
     boundary: usize,
     micros: usize,
-    layers: usize,
-    /// By layer.
+    stages: usize,
+    vocabulary_tiles: usize,
+    /// By layer, in `scratch/`.
     gradients: Vec<usize>,
+    /// By layer and piece, in RAM.
+    pieces: Vec<Vec<usize>>,
+    /// Of what two pieces share.
+    seam: usize,
     /// Rows of several microbatches are brought together in a copy.
     gathered_rows: usize,
-    workspace: usize,
+    workspace: Workspace,
     /// What the optimizer needs for the largest chunk: all planes and a gradient in, all planes out.
     chunk: usize,
 }
@@ -169,48 +175,68 @@ impl Parts {
         layout: StateLayout,
         shape: RunShape,
         workspace: Workspace,
+        tiling: Tiling,
+        wait: Wait,
     ) -> Parts {
         let hidden = table.layer(table.head()).tensors[0].elements();
         let mut gradients: Vec<usize> = table.layers().iter().map(|l| l.elements() * 4).collect();
+        let mut pieces: Vec<_> = table.layers().iter().map(|l| pieces(table, l, tiling)).collect();
         if !table.tied() {
             // Only rows that a step's tokens name.
             gradients[0] = gradients[0].min(shape.step_tokens() * hidden * 4);
+            pieces[0] = vec![gradients[0]];
         }
         let largest = table.layers().iter().map(LayerSpec::elements).max().unwrap_or(0);
         let chunk = largest.min(CHUNK_ELEMENTS);
-        let planes = layout.weight_planes(workspace.precision);
-        let tile = table.largest_tile();
+        let planes = layout.weight_planes(workspace.precision).iter();
+        let bytes_per_weight = planes.map(|spec| spec.bytes(1)).sum();
+        let tiles = table.streamed(tiling).map(|tile| tile.elements.len() * bytes_per_weight);
+        let tiles: Vec<usize> = tiles.collect();
         Parts {
-            weight_buffer: planes.iter().map(|spec| spec.bytes(tile)).sum(),
+            tiling,
+            wait,
+            bytes_per_weight,
+            pair_of_tiles: largest_pair(&tiles),
+            largest_tile: tiles.iter().max().copied().unwrap_or(0),
             boundary: shape.micro_tokens() * hidden * 4,
             micros: shape.micros(),
-            layers: table.len(),
+            stages: table.stages(tiling),
+            vocabulary_tiles: table.tiles(table.head(), tiling).len() - 1,
             gathered_rows: if table.tied() || shape.micros() == 1 { 0 } else { gradients[0] },
+            seam: if pieces[1..].iter().any(|of| of.len() > 1) { chunk * 4 } else { 0 },
             gradients,
-            workspace: workspace.command_bytes + workspace.bound_bytes,
+            pieces,
+            workspace,
             chunk: 2 * layout.bytes(chunk) + chunk * 4,
         }
     }
 
-    /// In the making: the embedding's, which lives through the whole backward sweep, and the
-    /// head's or two decoder layers'.
+    /// In the making: the embedding's, which lives through the whole backward sweep, and two
+    /// pieces - or all of a layer, where its norm has to be known first.
     fn gradients(&self) -> usize {
-        let decoder = self.gradients[1..self.layers - 1].iter().max().copied().unwrap_or(0);
-        let head = self.gradients[self.layers - 1];
-        self.gradients[0] + self.gathered_rows + (2 * decoder).max(head)
+        let in_order: Vec<usize> = self.pieces[1..].iter().rev().flatten().copied().collect();
+        let layer = match self.wait {
+            Wait::Layer => self.pieces[1..].iter().map(|of| of.iter().sum()).max().unwrap_or(0),
+            Wait::None | Wait::Model => 0,
+        };
+        let embedding = self.pieces[0].iter().sum::<usize>() + self.gathered_rows;
+        embedding + largest_pair(&in_order).max(layer) + OPEN_SEAMS * self.seam
     }
 
-    /// All but the embedding's.
+    /// All but the embedding's, where they wait for the norm of the model.
     fn waiting_gradients(&self) -> usize {
-        self.gradients[1..].iter().sum()
+        match self.wait {
+            Wait::Model => self.pieces[1..].iter().flatten().sum(),
+            Wait::None | Wait::Layer => 0,
+        }
     }
 
     /// Gradients that have no room to wait beside those in the making, from the head down.
-    fn spilled(&self, gradient_bytes: usize, keep_gradients: bool) -> Vec<bool> {
+    fn spilled(&self, gradient_bytes: usize) -> Vec<bool> {
         let mut room = gradient_bytes - self.gradients();
-        let mut spilled = vec![false; self.layers];
-        for layer in (1..self.layers).rev().filter(|_| keep_gradients) {
-            let bytes = self.gradients[layer];
+        let mut spilled = vec![false; self.pieces.len()];
+        for layer in (1..spilled.len()).rev().filter(|_| self.wait == Wait::Model) {
+            let bytes: usize = self.pieces[layer].iter().sum();
             spilled[layer] = bytes > room;
             room -= if spilled[layer] { 0 } else { bytes };
         }
@@ -218,7 +244,7 @@ impl Parts {
     }
 
     fn boundaries(&self) -> usize {
-        let inputs = BOUNDARIES_MIN.min(self.layers - 1);
+        let inputs = BOUNDARIES_MIN.min(self.stages - 1);
         (inputs + COMPANIONS) * self.micros * self.boundary
     }
 
@@ -226,24 +252,78 @@ impl Parts {
         OPTIMIZER_CHUNKS_MIN * self.chunk
     }
 
+    fn compute(&self) -> usize {
+        self.workspace.command_bytes + self.workspace.bound_bytes
+    }
+
     fn minimum(&self) -> usize {
-        WEIGHT_BUFFERS_MIN * self.weight_buffer
+        self.pair_of_tiles
             + self.boundaries()
             + self.gradients()
-            + self.workspace
+            + self.compute()
             + self.optimizer()
     }
 
     fn describe(&self) -> String {
         format!(
             "weights {}, activations {}, gradients {}, compute {}, optimizer {}",
-            WEIGHT_BUFFERS_MIN * self.weight_buffer,
+            self.pair_of_tiles,
             self.boundaries(),
             self.gradients(),
-            self.workspace,
+            self.compute(),
             self.optimizer(),
         )
     }
+
+    fn share(self, mut spare: usize) -> Limits {
+        let mut share = |each: usize, most: usize| {
+            let count = (spare / each.max(1)).min(most);
+            spare -= count * each;
+            count
+        };
+        let wanted = (self.stages - 1).saturating_sub(BOUNDARIES_MIN);
+        let kept_inputs = share(self.boundary * self.micros, wanted);
+        let extra_chunks = share(self.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
+        let gradient_bytes = self.gradients() + share(1, self.waiting_gradients());
+        let extra_tiles = share(self.largest_tile, EXTRA_TILES);
+        let kept = share(self.workspace.kept_bytes, (self.stages - 2) * self.micros);
+        let scored = self.vocabulary_tiles.saturating_sub(1);
+        let kept_logits = share(self.workspace.logits_bytes, scored * self.micros);
+        Limits {
+            tiling: self.tiling,
+            weight_bytes: self.pair_of_tiles + extra_tiles * self.largest_tile,
+            bytes_per_weight: self.bytes_per_weight,
+            boundaries: (BOUNDARIES_MIN + kept_inputs) * self.micros,
+            boundary_bytes: self.boundary,
+            parked: parked(self.stages, kept_inputs),
+            spilled: self.spilled(gradient_bytes),
+            gradient_bytes,
+            layer_gradient_bytes: self.gradients,
+            piece_bytes: self.pieces,
+            kept,
+            kept_logits,
+            optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
+        }
+    }
+}
+
+/// What each piece of a layer's gradient takes in RAM: its chunks, and a copy of each one that it
+/// shares with another piece.
+fn pieces(table: &LayerTable, layer: &LayerSpec, tiling: Tiling) -> Vec<usize> {
+    let chunk = layer.elements().min(CHUNK_ELEMENTS);
+    let shared = |at: usize| usize::from(!at.is_multiple_of(CHUNK_ELEMENTS));
+    let bytes = |piece: Range<usize>| {
+        let block = piece.end - piece.start / CHUNK_ELEMENTS * CHUNK_ELEMENTS;
+        let above = if piece.end == layer.elements() { 0 } else { shared(piece.end) };
+        (block + (shared(piece.start) + above) * chunk) * 4
+    };
+    table.pieces(layer.id, tiling).into_iter().map(bytes).collect()
+}
+
+/// Most bytes of two that follow one another, or of the only one.
+fn largest_pair(bytes: &[usize]) -> usize {
+    let pairs = bytes.windows(2).map(|pair| pair[0] + pair[1]);
+    pairs.max().unwrap_or_else(|| bytes.iter().sum())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //!
 //! Counted from the visits of a sweep, so that a plan and a run cannot disagree about the order of work.
 
-use model::{LayerId, LayerTable, Limits, Precision, RunShape, StateLayout};
+use model::{LayerId, LayerTable, Limits, Precision, RunShape, Stage, StateLayout};
 
 use crate::{Need, Policy, Visit, VisitKind, sweep};
 
@@ -42,7 +42,7 @@ impl StepPlan<'_> {
     /// Bytes of the step.
     pub fn bytes(&self) -> StepBytes {
         let mut bytes = StepBytes::default();
-        for visit in sweep(self.table, self.locked) {
+        for visit in self.sweep() {
             bytes.read += self.weights_read(&visit);
         }
         let trained = self.table.layers().iter().filter(|l| !self.locked[l.id.index()]);
@@ -82,14 +82,18 @@ impl StepPlan<'_> {
                     VisitKind::Forward | VisitKind::HeadScore => 1.0,
                     VisitKind::HeadTurn => 2.0 + gradient,
                     VisitKind::HeadBackward => 1.0 + gradient + self.rescored(tile.id.0),
-                    VisitKind::Backward => gradient + onward + self.recomputed(visit.layer),
+                    VisitKind::Backward => gradient + onward + self.recomputed(visit.stage),
                     VisitKind::Embed
                     | VisitKind::HeadNorm
                     | VisitKind::HeadNormBackward
                     | VisitKind::EmbedBackward => 0.0,
                 }
         };
-        sweep(self.table, self.locked).iter().map(each).sum()
+        self.sweep().iter().map(each).sum()
+    }
+
+    fn sweep(&self) -> Vec<Visit> {
+        sweep(self.table, self.limits.tiling, self.locked)
     }
 
     fn weights_read(&self, visit: &Visit) -> u64 {
@@ -115,16 +119,17 @@ impl StepPlan<'_> {
         layer != self.table.embedding()
     }
 
-    /// Layers whose inputs wait in `scratch/`.
+    /// Stages whose inputs wait in `scratch/`.
     fn parked(&self) -> u64 {
-        let lowest = self.locked.iter().position(|locked| !locked).unwrap_or(0);
-        self.limits.parked.iter().skip(lowest).filter(|parked| **parked).count() as u64
+        let waits = |visit: &&Visit| visit.kind == VisitKind::Forward && visit.goes_back;
+        let parked = |visit: &&Visit| self.limits.parked[visit.stage.index()];
+        self.sweep().iter().filter(waits).filter(parked).count() as u64
     }
 
-    /// Share of a decoder layer's microbatches that are computed again in backward.
-    fn recomputed(&self, layer: LayerId) -> f64 {
+    /// Share of a stage's microbatches that are computed again in backward.
+    fn recomputed(&self, stage: Stage) -> f64 {
         let micros = self.shape.micros();
-        let above = self.table.head().index() - 1 - layer.index();
+        let above = self.limits.parked.len() - 2 - stage.index();
         let kept = self.limits.kept.saturating_sub(above * micros).min(micros);
         1.0 - kept as f64 / micros as f64
     }
@@ -132,7 +137,7 @@ impl StepPlan<'_> {
     /// Share of a vocabulary tile's microbatches that are scored again on the way back.
     fn rescored(&self, tile: u32) -> f64 {
         let micros = self.shape.micros();
-        let turn = self.table.tiles(self.table.head()).len() as u32 - 1;
+        let turn = self.table.tiles(self.table.head(), self.limits.tiling).len() as u32 - 1;
         let above = (turn - 1 - tile) as usize;
         let kept = self.limits.kept_logits.saturating_sub(above * micros).min(micros);
         1.0 - kept as f64 / micros as f64
@@ -141,7 +146,7 @@ impl StepPlan<'_> {
 
 #[cfg(test)]
 mod tests {
-    use model::{ModelConfig, Workspace};
+    use model::{ModelConfig, Wait, Workspace};
 
     use super::*;
 
@@ -159,7 +164,8 @@ mod tests {
     fn per_parameter(layout: StateLayout, precision: Precision, policy: Policy) -> (f64, f64) {
         let table = table(true);
         let workspace = Workspace { precision, ..Workspace::default() };
-        let limits = Limits::new(&table, layout, SHAPE, workspace, false, 1 << 30).unwrap();
+        let limits =
+            Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1 << 30).unwrap();
         let bytes = |locked: &[bool]| {
             let shape = SHAPE;
             let limits = &limits;
@@ -205,7 +211,8 @@ mod tests {
         let workspace =
             Workspace { kept_bytes: 1 << 20, logits_bytes: 1 << 20, ..Workspace::default() };
         for (ram, factor) in [(1 << 30, 6.0), (0, 8.0)] {
-            let limits = |ram| Limits::new(&table, StateLayout::F32, SHAPE, workspace, false, ram);
+            let limits =
+                |ram| Limits::new(&table, StateLayout::F32, SHAPE, |_| workspace, Wait::None, ram);
             let limits = match limits(ram) {
                 Err(model::BudgetError::TooSmall { needed_bytes, .. }) => {
                     limits(needed_bytes as usize)

@@ -1,11 +1,11 @@
 //! [`Node`]: the layers of one machine - sweeps, weight buffers, gradients, updates, slots.
 //!
 //! Invariants:
-//! - weights on their way or bound never exceed `Limits::weight_buffers`;
+//! - weights on their way or bound never exceed `Limits::weight_bytes`;
 //! - gradients reserved and not yet spilled or applied never exceed `Limits::gradient_bytes`, nor
-//!   inputs of layers `Limits::boundaries`;
+//!   inputs of stages `Limits::boundaries`;
 //! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
-//! - an input is read back from `scratch/` only after all of its layer's have been written there;
+//! - an input is read back from `scratch/` only after all of its stage's have been written there;
 //! - a step is synced only after the run has told to apply it, however early its updates end;
 //! - updates of a step are issued only when the step before is durable, into slots that are not
 //!   live;
@@ -16,7 +16,10 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use model::{Attempt, LayerId, LayerTable, Limits, Micro, Slot, Step, TileId, TileSpec};
+use model::{
+    Attempt, LayerId, LayerTable, Limits, Micro, PieceId, Slot, Stage, Step, TileId, TileSpec,
+    Tiling, Wait,
+};
 
 use crate::visits::ops;
 use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, VisitKind, sweep};
@@ -41,6 +44,9 @@ pub enum Policy {
 pub struct NodeConfig {
     pub micros: u32,
     pub limits: Limits,
+    /// What a gradient waits for where the optimizer runs inside the sweep: its layer's norm, or
+    /// nothing.
+    pub fused_wait: Wait,
     /// Live slot of each layer.
     pub live: Vec<Slot>,
 }
@@ -64,16 +70,16 @@ pub enum NodeEvent {
         attempt: Attempt,
         visit: VisitId,
     },
-    /// A layer's input has left RAM for `scratch/`.
+    /// A stage's input has left RAM for `scratch/`.
     Parked {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
     },
-    /// A layer's input is back and on its way to the device.
+    /// A stage's input is back and on its way to the device.
     Unparked {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
     },
     Loss {
@@ -81,18 +87,19 @@ pub enum NodeEvent {
         micro: Micro,
         loss: f64,
     },
-    /// A layer's complete gradient is on the host (or spilled) and its norm known.
+    /// A piece's complete gradient is on the host (or spilled). `sum_of_squares`: of the whole
+    /// layer's gradient, when its last piece is.
     Measured {
         attempt: Attempt,
-        layer: LayerId,
-        sum_of_squares: f64,
+        piece: PieceId,
+        sum_of_squares: Option<f64>,
     },
-    /// A layer's new version is written, not synced. `weights`: the square sum of its weights, if
-    /// somebody asked.
+    /// A piece's new version is written, not synced. `weights`: when all of the layer is, the square
+    /// sum of its weights, if somebody asked.
     Updated {
         attempt: Attempt,
-        layer: LayerId,
-        weights: f64,
+        piece: PieceId,
+        weights: Option<f64>,
     },
     /// Every written slot of the attempt is synced.
     Synced {
@@ -137,16 +144,16 @@ pub enum NodeCommand {
         slot: Slot,
         again: Again,
     },
-    /// Move a layer's input from the device to `scratch/`, once what was enqueued is done with it.
+    /// Move a stage's input from the device to `scratch/`, once what was enqueued is done with it.
     Park {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
     },
     /// Move it back.
     Unpark {
         attempt: Attempt,
-        layer: LayerId,
+        stage: Stage,
         micro: Micro,
     },
     /// `visit` names the weights, if the operation has any.
@@ -159,11 +166,11 @@ pub enum NodeCommand {
         attempt: Attempt,
         visit: VisitId,
     },
-    /// Run the optimizer on a layer, from its live slot into the other one.
+    /// Run the optimizer on a piece of a layer, from its live slot into the other one.
     Update {
         step: Step,
         attempt: Attempt,
-        layer: LayerId,
+        piece: PieceId,
         from: Slot,
         to: Slot,
     },
@@ -189,8 +196,8 @@ pub struct Node {
     pass: Option<Pass>,
     /// Steps being updated and committed, oldest first; only the first one may write.
     tails: VecDeque<Tail>,
-    /// Layers whose gradient occupies memory, by attempt.
-    reserved: BTreeMap<(Attempt, LayerId), usize>,
+    /// Gradients that occupy memory, by attempt.
+    reserved: BTreeMap<(Attempt, PieceId), usize>,
     draining: Option<Attempt>,
 }
 
@@ -199,7 +206,7 @@ impl Node {
     pub fn new(table: &LayerTable, config: NodeConfig) -> Node {
         Node {
             table: table.clone(),
-            turn: table.tiles(table.head()).last().map_or(TileId(0), |tile| tile.id),
+            turn: last_tile(table, config.limits.tiling),
             live: config.live.clone(),
             config,
             pass: None,
@@ -224,10 +231,10 @@ impl Node {
                 out.push(NodeCommand::Report(FromNode::Failed { attempt, fatal }));
             }
             NodeEvent::Drained { attempt } => self.drained(attempt, &mut out),
-            NodeEvent::Updated { attempt, layer, weights } => self.updated(attempt, layer, weights),
+            NodeEvent::Updated { attempt, piece, weights } => self.updated(attempt, piece, weights),
             NodeEvent::Synced { attempt } => self.synced(attempt, &mut out),
-            NodeEvent::Measured { attempt, layer, sum_of_squares } => {
-                self.measured(attempt, layer, sum_of_squares);
+            NodeEvent::Measured { attempt, piece, sum_of_squares } => {
+                self.measured(attempt, piece, sum_of_squares);
             }
             other => self.on_sweep(&other),
         }
@@ -258,14 +265,16 @@ impl Node {
                 pass.streamed(visit);
             }
             NodeEvent::Unbound { attempt, visit } if attempt == pass.attempt => {
-                let consumes = pass.visits[visit.0 as usize].consumes_input();
-                pass.unbound(if consumes { self.config.micros as usize } else { 0 });
+                let visit = &pass.visits[visit.0 as usize];
+                let weights = weight_bytes(&self.config.limits, visit).unwrap_or(0);
+                let inputs = if visit.consumes_input() { self.config.micros as usize } else { 0 };
+                pass.unbound(weights, inputs);
             }
-            NodeEvent::Parked { attempt, layer, .. } if attempt == pass.attempt => {
-                pass.parked(layer);
+            NodeEvent::Parked { attempt, stage, .. } if attempt == pass.attempt => {
+                pass.parked(stage);
             }
-            NodeEvent::Unparked { attempt, layer, .. } if attempt == pass.attempt => {
-                pass.unparked(layer);
+            NodeEvent::Unparked { attempt, stage, .. } if attempt == pass.attempt => {
+                pass.unparked(stage);
             }
             NodeEvent::Loss { attempt, micro, loss } if attempt == pass.attempt => {
                 pass.loss(micro, loss);
@@ -278,18 +287,20 @@ impl Node {
         assert!(self.pass.is_none(), "step {step} begins while another one is swept");
         assert!(self.draining.is_none(), "step {step} begins while an attempt is dropped");
         assert!(self.tails.len() <= 1, "step {step} begins two steps ahead of the disk");
-        let visits = sweep(&self.table, &locked);
+        let visits = sweep(&self.table, self.config.limits.tiling, &locked);
         let pass = Pass::new((step, attempt), policy, self.config.micros, visits, &locked);
         self.pass = Some(pass);
         self.tails.push_back(Tail::new(step, attempt, locked, policy));
     }
 
     fn apply(&mut self, attempt: Attempt) {
+        let pieces = &self.config.limits.piece_bytes;
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
         tail.applied = true;
         if tail.policy == Policy::Deferred {
             // In forward order, so that the next step can begin with the first layers.
-            tail.layers().for_each(|layer| tail.enqueue(layer));
+            let all = tail.layers().flat_map(|layer| pieces_of(pieces, layer));
+            all.for_each(|piece| tail.enqueue(piece));
         }
     }
 
@@ -317,22 +328,32 @@ impl Node {
         }
     }
 
-    fn measured(&mut self, attempt: Attempt, layer: LayerId, sum_of_squares: f64) {
+    fn measured(&mut self, attempt: Attempt, piece: PieceId, sum_of_squares: Option<f64>) {
         let Some(pass) = self.pass.as_mut().filter(|p| p.attempt == attempt) else { return };
-        pass.measured(layer, sum_of_squares);
-        if pass.policy == Policy::Deferred && self.config.limits.spilled[layer.index()] {
-            self.reserved.remove(&(attempt, layer));
+        let (layer, limits) = (piece.layer, &self.config.limits);
+        if let Some(sum) = sum_of_squares {
+            pass.measured(layer, sum);
         }
-        if pass.policy == Policy::Fused {
-            let tail = self.tails.iter_mut().find(|t| t.attempt == attempt);
-            tail.into_iter().for_each(|t| t.enqueue(layer));
+        if pass.policy == Policy::Deferred {
+            if limits.spilled[layer.index()] {
+                self.reserved.remove(&(attempt, piece));
+            }
+            return;
+        }
+        let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
+        match (self.config.fused_wait, sum_of_squares) {
+            (Wait::Layer, None) => {}
+            (Wait::Layer, Some(_)) => {
+                pieces_of(&limits.piece_bytes, layer).for_each(|piece| tail.enqueue(piece));
+            }
+            (Wait::None | Wait::Model, _) => tail.enqueue(piece),
         }
     }
 
-    fn updated(&mut self, attempt: Attempt, layer: LayerId, weights: f64) {
+    fn updated(&mut self, attempt: Attempt, piece: PieceId, weights: Option<f64>) {
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
-        tail.updated(layer, weights);
-        self.reserved.remove(&(attempt, layer));
+        tail.updated(piece.layer, weights);
+        self.reserved.remove(&(attempt, piece));
     }
 
     fn synced(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
@@ -377,7 +398,11 @@ impl Node {
         let unparks = self.unparks(visit);
         let room = pass.inputs + if unparks { micros as usize } else { 0 };
         // What is still on its way to `scratch/` must not be read back yet.
-        if room > self.config.limits.boundaries || (unparks && !pass.is_parked(visit.layer)) {
+        if room > self.config.limits.boundaries || (unparks && !pass.is_parked(visit.stage)) {
+            return None;
+        }
+        let weights = weight_bytes(&self.config.limits, visit);
+        if pass.weight_bytes + weights.unwrap_or(0) > self.config.limits.weight_bytes {
             return None;
         }
         let mut commands = match &visit.need {
@@ -389,36 +414,32 @@ impl Node {
                 (0..micros).map(gather).collect()
             }
             Need::Tile(tile) => {
-                if pass.buffers >= self.config.limits.weight_buffers {
-                    return None;
-                }
                 let (layer, slot) = (tile.source, self.newest(step, tile.source)?);
                 let (visit, again, tile) = (id, reads_again(pass.policy, visit), tile.clone());
                 vec![NodeCommand::StreamIn { attempt, visit, layer, tile, slot, again }]
             }
         };
         if unparks {
-            let layer = visit.layer;
-            let unpark = |m| NodeCommand::Unpark { attempt, layer, micro: Micro(m) };
+            let stage = visit.stage;
+            let unpark = |m| NodeCommand::Unpark { attempt, stage, micro: Micro(m) };
             commands.extend((0..micros).map(unpark));
         }
-        let takes_buffer = matches!(visit.need, Need::Tile(_));
-        self.pass.as_mut()?.stream_issued(takes_buffer, if unparks { micros as usize } else { 0 });
+        self.pass.as_mut()?.stream_issued(weights, if unparks { micros as usize } else { 0 });
         Some(commands)
     }
 
     /// Whether the visit's input waits in `scratch/` for its way back.
     fn parks(&self, visit: &Visit) -> bool {
         let waits = visit.kind == VisitKind::Forward && visit.goes_back;
-        waits && self.config.limits.parked[visit.layer.index()]
+        waits && self.config.limits.parked[visit.stage.index()]
     }
 
     /// Whether the visit's input has to come back from `scratch/`.
     fn unparks(&self, visit: &Visit) -> bool {
-        visit.kind == VisitKind::Backward && self.config.limits.parked[visit.layer.index()]
+        visit.kind == VisitKind::Backward && self.config.limits.parked[visit.stage.index()]
     }
 
-    /// Inputs of the next layer that the visit brings into being.
+    /// Inputs of the next stage that the visit brings into being.
     fn new_inputs(&self, visit: &Visit) -> usize {
         match visit.kind {
             VisitKind::Embed | VisitKind::Forward => self.config.micros as usize,
@@ -443,7 +464,7 @@ impl Node {
             Need::EmbeddingRows => pass.all_rows_ready(),
             Need::Tile(_) => pass.is_streamed(id),
         };
-        let unparked = !self.unparks(&visit) || pass.is_unparked(visit.layer);
+        let unparked = !self.unparks(&visit) || pass.is_unparked(visit.stage);
         let new_inputs = self.new_inputs(&visit);
         let room = pass.inputs + new_inputs <= self.config.limits.boundaries;
         if !(streamed && unparked && room && self.reserve(attempt, &visit)) {
@@ -464,7 +485,7 @@ impl Node {
         visit: &Visit,
         out: &mut Vec<NodeCommand>,
     ) {
-        let (layer, micros) = (visit.layer, self.config.micros);
+        let (stage, micros) = (visit.stage, self.config.micros);
         let keep = |micro| self.keeps(visit, micro);
         let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
         // A fused update takes the gradient at once.
@@ -472,7 +493,7 @@ impl Node {
         let spill = |layer: LayerId| deferred && self.config.limits.spilled[layer.index()];
         out.extend(ops(visit, micros, keep, spill).into_iter().map(compute));
         if self.parks(visit) {
-            let park = |m| NodeCommand::Park { attempt, layer, micro: Micro(m) };
+            let park = |m| NodeCommand::Park { attempt, stage, micro: Micro(m) };
             out.extend((0..micros).map(park));
         }
         if matches!(visit.need, Need::Tile(_)) {
@@ -480,7 +501,7 @@ impl Node {
         }
     }
 
-    /// Of layers and of vocabulary tiles, those nearest to the turn are kept: all cost the same to
+    /// Of tiles, of the decoder and of the vocabulary, those nearest to the turn are kept: all cost the same to
     /// recompute, these are held shortest.
     fn keeps(&self, visit: &Visit, micro: Micro) -> bool {
         let limits = &self.config.limits;
@@ -488,22 +509,23 @@ impl Node {
             (Need::Tile(tile), VisitKind::HeadScore) => {
                 (self.turn.0 - 1 - tile.id.0, limits.kept_logits)
             }
-            _ => (self.live.len() as u32 - 2 - visit.layer.0, limits.kept),
+            _ => (limits.parked.len() as u32 - 2 - visit.stage.0, limits.kept),
         };
         ((above * self.config.micros + micro.0) as usize) < most
     }
 
     fn reserve(&mut self, attempt: Attempt, visit: &Visit) -> bool {
-        let Some(layer) = visit.gradient() else { return true };
-        if self.reserved.contains_key(&(attempt, layer)) {
+        let Some(piece) = visit.gradient() else { return true };
+        if self.reserved.contains_key(&(attempt, piece)) {
             return true;
         }
-        let bytes = self.config.limits.layer_gradient_bytes[layer.index()];
+        let of_layer = &self.config.limits.piece_bytes[piece.layer.index()];
+        let bytes = of_layer[piece.part as usize];
         let used: usize = self.reserved.values().sum();
         if used + bytes > self.config.limits.gradient_bytes {
             return false;
         }
-        self.reserved.insert((attempt, layer), bytes);
+        self.reserved.insert((attempt, piece), bytes);
         true
     }
 
@@ -520,10 +542,10 @@ impl Node {
     fn update(&mut self, out: &mut Vec<NodeCommand>) {
         let Some(tail) = self.tails.front_mut() else { return };
         let (step, attempt) = (tail.step, tail.attempt);
-        while let Some(layer) = tail.next_update() {
-            let from = self.live[layer.index()];
+        while let Some(piece) = tail.next_update() {
+            let from = self.live[piece.layer.index()];
             let to = from.other();
-            out.push(NodeCommand::Update { step, attempt, layer, from, to });
+            out.push(NodeCommand::Update { step, attempt, piece, from, to });
         }
         if tail.start_sync() {
             let slots = tail.layers().map(|l| (l, self.live[l.index()].other())).collect();
@@ -532,11 +554,29 @@ impl Node {
     }
 }
 
+fn last_tile(table: &LayerTable, tiling: Tiling) -> TileId {
+    table.tiles(table.head(), tiling).last().map_or(TileId(0), |tile| tile.id)
+}
+
+/// The pieces of a layer, in the order in which they are complete.
+fn pieces_of(piece_bytes: &[Vec<usize>], layer: LayerId) -> impl Iterator<Item = PieceId> + use<> {
+    let count = piece_bytes[layer.index()].len() as u32;
+    (0..count).map(move |part| PieceId { layer, part })
+}
+
+/// Bytes of the visit's tile, if it has one.
+fn weight_bytes(limits: &Limits, visit: &Visit) -> Option<usize> {
+    match &visit.need {
+        Need::Tile(tile) => Some(tile.elements.len() * limits.bytes_per_weight),
+        Need::Nothing | Need::EmbeddingRows => None,
+    }
+}
+
 /// Fused, the optimizer runs on what the visit reads right after the sweep has passed it; on the
 /// embedding, tied to the head or not, it runs last. What is not updated before stays as it is for the
 /// way back.
 fn reads_again(policy: Policy, visit: &Visit) -> Again {
-    let updates = visit.gradient().is_some_and(|layer| layer.index() > 0);
+    let updates = visit.gradient().is_some_and(|piece| piece.layer.index() > 0);
     match visit.kind {
         _ if updates && policy == Policy::Fused => Again::Soon,
         VisitKind::Forward | VisitKind::HeadNorm | VisitKind::HeadScore => Again::Later,

@@ -2,6 +2,8 @@
 //!
 //! No choice changes bits: what is decided here need not survive.
 
+use model::Wait;
+
 use crate::Policy;
 
 /// Steps that are remembered, and the fewest that say anything.
@@ -26,9 +28,13 @@ impl From<Policy> for Updates {
 }
 
 impl Updates {
-    /// Whether gradients may have to wait for the norm.
-    pub fn may_defer(self) -> bool {
-        matches!(self, Updates::Always(Policy::Deferred) | Updates::Auto)
+    /// What gradients may have to wait for; `fused`: what they wait for where the optimizer runs
+    /// inside the sweep.
+    pub fn wait(self, fused: Wait) -> Wait {
+        match self {
+            Updates::Always(Policy::Deferred) | Updates::Auto => Wait::Model,
+            Updates::Always(Policy::Fused) | Updates::Speculative => fused,
+        }
     }
 
     /// What the next attempt does.

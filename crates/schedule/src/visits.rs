@@ -9,7 +9,7 @@
 //! - backward ends at the lowest layer that trains: nothing goes further down, and inputs of the
 //!   layers below it are freed in forward.
 
-use model::{LayerId, LayerKind, LayerTable, Micro, TileSpec};
+use model::{LayerId, LayerTable, Micro, PieceId, Stage, TileSpec, Tiling};
 
 /// Index of a visit in its sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -43,40 +43,33 @@ pub enum VisitKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Visit {
     pub layer: LayerId,
+    pub stage: Stage,
+    /// That the gradient of the weights is part of.
+    pub piece: PieceId,
     pub need: Need,
     pub kind: VisitKind,
     /// Backward: the weights' own gradient is wanted.
     pub trains: bool,
     /// Whether a layer at or below this one trains: in forward the input is needed again, in
-    /// backward a gradient goes on down (not from the lowest layer that trains).
+    /// backward a gradient goes on down (not from the lowest tile that trains).
     pub goes_back: bool,
 }
 
 impl Visit {
-    /// The layer whose gradient the visit adds to, if any.
-    pub fn gradient(&self) -> Option<LayerId> {
-        if !self.trains {
-            return None;
-        }
-        match (self.kind, &self.need) {
-            (VisitKind::HeadTurn | VisitKind::HeadBackward, Need::Tile(tile)) => Some(tile.source),
-            (VisitKind::HeadNormBackward | VisitKind::Backward | VisitKind::EmbedBackward, _) => {
-                Some(self.layer)
-            }
-            _ => None,
-        }
+    /// The piece whose gradient the visit adds to, if any.
+    pub fn gradient(&self) -> Option<PieceId> {
+        let forward =
+            [VisitKind::Embed, VisitKind::Forward, VisitKind::HeadNorm, VisitKind::HeadScore];
+        (self.trains && !forward.contains(&self.kind)).then_some(self.piece)
     }
 
-    /// Whether the layer's gradient is complete after the visit.
-    pub fn completes_gradient(&self) -> bool {
-        self.trains
-            && matches!(
-                self.kind,
-                VisitKind::HeadNormBackward | VisitKind::Backward | VisitKind::EmbedBackward
-            )
+    /// The piece whose gradient is complete after the visit, if any: that of an embedding that is
+    /// tied waits for the rows that tokens touched.
+    pub fn completes(&self) -> Option<PieceId> {
+        self.gradient().filter(|piece| piece.layer == self.layer)
     }
 
-    /// Whether the layer's input is gone after the visit.
+    /// Whether the stage's input is gone after the visit.
     pub fn consumes_input(&self) -> bool {
         match self.kind {
             VisitKind::Forward => !self.goes_back,
@@ -86,7 +79,7 @@ impl Visit {
     }
 }
 
-/// One command for the compute device, tensors named by layer and microbatch.
+/// One command for the compute device, tensors named by stage and microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComputeOp {
     Embed {
@@ -94,6 +87,7 @@ pub enum ComputeOp {
     },
     Forward {
         layer: LayerId,
+        stage: Stage,
         micro: Micro,
         keep: bool,
     },
@@ -111,7 +105,7 @@ pub enum ComputeOp {
         micro: Micro,
         gradient: bool,
     },
-    /// `dx`: a gradient goes on to the layer below.
+    /// `dx`: a gradient goes on to the stage below.
     HeadNormBackward {
         micro: Micro,
         gradient: bool,
@@ -119,21 +113,23 @@ pub enum ComputeOp {
     },
     Backward {
         layer: LayerId,
+        stage: Stage,
         micro: Micro,
         gradient: bool,
         dx: bool,
     },
-    /// The layer's input is not needed again.
+    /// The stage's input is not needed again.
     Free {
         layer: LayerId,
+        stage: Stage,
         micro: Micro,
     },
     EmbedBackward {
         micro: Micro,
     },
-    /// The layer's gradient is complete: move it to the host, and on to `scratch/` if `spill`.
+    /// The piece's gradient is complete: move it to the host, and on to `scratch/` if `spill`.
     TakeGradient {
-        layer: LayerId,
+        piece: PieceId,
         spill: bool,
     },
 }
@@ -142,52 +138,73 @@ pub enum ComputeOp {
 ///
 /// # Panics
 /// If no layer trains.
-pub fn sweep(table: &LayerTable, locked: &[bool]) -> Vec<Visit> {
+pub fn sweep(table: &LayerTable, tiling: Tiling, locked: &[bool]) -> Vec<Visit> {
     assert_eq!(locked.len(), table.len(), "locks of another model");
     let Some(lowest) = locked.iter().position(|locked| !locked) else {
         panic!("a step in which every layer is locked")
     };
-    let decoders = || table.layers().iter().filter(|l| l.kind == LayerKind::Decoder);
-    let whole = |id: LayerId| Need::Tile(table.tiles(id).remove(0));
-    let trains = |id: LayerId| !locked[id.index()];
-    let forward = |layer: LayerId, need, kind| {
-        let goes_back = layer.index() >= lowest;
-        Visit { layer, need, kind, trains: false, goes_back }
-    };
-    let backward = |layer: LayerId, need, kind| {
-        let goes_back = layer.index() > lowest;
-        Visit { layer, need, kind, trains: trains(layer), goes_back }
-    };
-    let (embedding, head) = (table.embedding(), table.head());
+    let stops = Stops { table, tiling, locked, lowest };
+    let decoder: Vec<(Stage, TileSpec)> =
+        (1..).map(Stage).zip(table.decoder_tiles(tiling)).collect();
+    let last = Stage(decoder.len() as u32 + 1);
+    let embedding = table.tiles(table.embedding(), tiling).remove(0);
+    let mut head = table.tiles(table.head(), tiling);
+    let projection = head.split_off(1);
 
-    let mut visits = vec![forward(embedding, Need::EmbeddingRows, VisitKind::Embed)];
-    visits.extend(decoders().map(|l| forward(l.id, whole(l.id), VisitKind::Forward)));
-    visits.push(forward(head, whole(head), VisitKind::HeadNorm));
-    visits.extend(head_visits(table, &trains));
-    visits.push(backward(head, whole(head), VisitKind::HeadNormBackward));
-    let above = decoders().rev().filter(|l| l.id.index() >= lowest);
-    visits.extend(above.map(|l| backward(l.id, whole(l.id), VisitKind::Backward)));
-    if trains(embedding) {
-        visits.push(backward(embedding, Need::Nothing, VisitKind::EmbedBackward));
+    let mut visits = vec![stops.at(Stage(0), &embedding, VisitKind::Embed)];
+    visits.extend(decoder.iter().map(|(stage, t)| stops.at(*stage, t, VisitKind::Forward)));
+    visits.extend(head.iter().map(|norm| stops.at(last, norm, VisitKind::HeadNorm)));
+    visits.extend(stops.projection(last, &projection));
+    visits.extend(head.iter().map(|norm| stops.at(last, norm, VisitKind::HeadNormBackward)));
+    let above = decoder.iter().rev().filter(|(_, tile)| tile.source.index() >= lowest);
+    visits.extend(above.map(|(stage, t)| stops.at(*stage, t, VisitKind::Backward)));
+    if lowest == 0 {
+        visits.push(stops.at(Stage(0), &embedding, VisitKind::EmbedBackward));
     }
     visits
 }
 
-fn head_visits(table: &LayerTable, trains: &dyn Fn(LayerId) -> bool) -> Vec<Visit> {
-    let mut tiles = table.tiles(table.head());
-    let Some(last) = tiles.pop() else { return Vec::new() };
-    let at = |tile: &TileSpec, kind| Visit {
-        layer: table.head(),
-        need: Need::Tile(tile.clone()),
-        kind,
-        trains: kind != VisitKind::HeadScore && trains(tile.source),
-        goes_back: true,
-    };
-    let projection = &tiles[1..];
-    let scores = projection.iter().map(|t| at(t, VisitKind::HeadScore));
-    let turn = std::iter::once(at(&last, VisitKind::HeadTurn));
-    let backward = projection.iter().rev().map(|t| at(t, VisitKind::HeadBackward));
-    scores.chain(turn).chain(backward).collect()
+/// What visits follow from.
+struct Stops<'a> {
+    table: &'a LayerTable,
+    tiling: Tiling,
+    locked: &'a [bool],
+    /// The lowest layer that trains.
+    lowest: usize,
+}
+
+impl Stops<'_> {
+    fn at(&self, stage: Stage, tile: &TileSpec, kind: VisitKind) -> Visit {
+        let layer = if tile.vocabulary.is_empty() { tile.source } else { self.table.head() };
+        let forward = matches!(kind, VisitKind::Embed | VisitKind::Forward | VisitKind::HeadNorm);
+        let scores = kind == VisitKind::HeadScore;
+        // Below a tile that is not its layer's first one, that layer goes on.
+        let above = layer.index() > self.lowest || (tile.elements.start > 0 && !forward);
+        Visit {
+            layer,
+            stage,
+            piece: self.table.piece_of(tile, self.tiling),
+            need: match kind {
+                VisitKind::Embed => Need::EmbeddingRows,
+                VisitKind::EmbedBackward => Need::Nothing,
+                _ => Need::Tile(tile.clone()),
+            },
+            kind,
+            trains: !forward && !scores && !self.locked[tile.source.index()],
+            goes_back: above || (forward && layer.index() == self.lowest),
+        }
+    }
+
+    /// Down and up over the tiles of the vocabulary.
+    fn projection(&self, stage: Stage, tiles: &[TileSpec]) -> Vec<Visit> {
+        let Some((last, before)) = tiles.split_last() else { return Vec::new() };
+        // What goes on down from here is the gradient of the normed hidden state.
+        let at = |tile, kind| Visit { goes_back: true, ..self.at(stage, tile, kind) };
+        let scores = before.iter().map(|tile| at(tile, VisitKind::HeadScore));
+        let turn = std::iter::once(at(last, VisitKind::HeadTurn));
+        let backward = before.iter().rev().map(|tile| at(tile, VisitKind::HeadBackward));
+        scores.chain(turn).chain(backward).collect()
+    }
 }
 
 /// The device's work at `visit`, in order. `keep` says which inner activations or logits of the
@@ -200,20 +217,24 @@ pub(crate) fn ops(
 ) -> Vec<ComputeOp> {
     let mut ops: Vec<ComputeOp> =
         (0..micros).flat_map(|m| micro_ops(visit, Micro(m), &keep)).collect();
-    if visit.completes_gradient() {
-        ops.push(ComputeOp::TakeGradient { layer: visit.layer, spill: spill(visit.layer) });
+    if let Some(piece) = visit.completes() {
+        ops.push(ComputeOp::TakeGradient { piece, spill: spill(piece.layer) });
     }
     ops
 }
 
 fn micro_ops(visit: &Visit, micro: Micro, keep: &impl Fn(Micro) -> bool) -> Vec<ComputeOp> {
-    let (layer, gradient, dx) = (visit.layer, visit.trains, visit.goes_back);
+    let (layer, stage) = (visit.layer, visit.stage);
+    let (gradient, dx) = (visit.trains, visit.goes_back);
     match visit.kind {
         VisitKind::Embed => vec![ComputeOp::Embed { micro }],
-        VisitKind::Forward if visit.consumes_input() => {
-            vec![ComputeOp::Forward { layer, micro, keep: false }, ComputeOp::Free { layer, micro }]
+        VisitKind::Forward if visit.consumes_input() => vec![
+            ComputeOp::Forward { layer, stage, micro, keep: false },
+            ComputeOp::Free { layer, stage, micro },
+        ],
+        VisitKind::Forward => {
+            vec![ComputeOp::Forward { layer, stage, micro, keep: keep(micro) }]
         }
-        VisitKind::Forward => vec![ComputeOp::Forward { layer, micro, keep: keep(micro) }],
         VisitKind::HeadNorm => vec![ComputeOp::HeadNorm { micro }],
         VisitKind::HeadScore => vec![ComputeOp::HeadScore { micro, keep: keep(micro) }],
         VisitKind::HeadTurn => vec![
@@ -223,7 +244,7 @@ fn micro_ops(visit: &Visit, micro: Micro, keep: &impl Fn(Micro) -> bool) -> Vec<
         ],
         VisitKind::HeadBackward => vec![ComputeOp::HeadBackward { micro, gradient }],
         VisitKind::HeadNormBackward => vec![ComputeOp::HeadNormBackward { micro, gradient, dx }],
-        VisitKind::Backward => vec![ComputeOp::Backward { layer, micro, gradient, dx }],
+        VisitKind::Backward => vec![ComputeOp::Backward { layer, stage, micro, gradient, dx }],
         VisitKind::EmbedBackward => vec![ComputeOp::EmbedBackward { micro }],
     }
 }

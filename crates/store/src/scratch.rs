@@ -4,13 +4,14 @@
 //! - never synced, never read by a later run; the file goes when the value does, and a leftover at
 //!   the next opening.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use model::{Budget, HostBytes, PAGE_BYTES};
 
 use crate::error::{Done, StoreError};
-use crate::io::{FileId, Io, IoError, Target, read_target, write_block};
+use crate::io::{FileId, Io, IoError, Target, read_target, write_range};
 use crate::layout::is_plain_name;
 
 /// What the name of every scratch file ends in.
@@ -49,14 +50,19 @@ impl Scratch {
         Ok(Scratch { io, path, file, bytes, budget })
     }
 
-    /// Writes a block at `start`, a multiple of a page.
+    /// Writes `range` of a block, which begins at a page of it, at `start`, a multiple of a page.
     ///
     /// # Panics
     /// Beyond the file's end: a programmer's error.
-    pub fn write(&self, start: u64, bytes: HostBytes, done: Done<()>) {
-        self.check(start, bytes.len());
+    pub fn write(
+        &self,
+        start: u64,
+        (bytes, range): (&Arc<HostBytes>, Range<usize>),
+        done: Done<()>,
+    ) {
+        self.check(start, range.len());
         let done = Box::new(move |result: Result<(), IoError>| done(result.map_err(Into::into)));
-        write_block(&*self.io, self.file, start, &Arc::new(bytes), done);
+        write_range(&*self.io, self.file, start, (bytes, range), done);
     }
 
     /// Reads `len` bytes from `start` on into a writable block of the budget.

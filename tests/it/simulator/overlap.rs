@@ -10,8 +10,10 @@ pub(super) fn balanced(updates: impl Into<Updates>, weight_buffers: usize) -> Se
     Setup {
         layers: 32,
         tied: true,
+        tiling: Tiling::Whole,
         micros: 2,
         updates: updates.into(),
+        fused_wait: Wait::None,
         weight_buffers,
         tight: false,
         steps: 4,
@@ -64,10 +66,15 @@ fn without_prefetch_the_bound_is_missed() {
 #[test]
 fn every_policy_and_shape_commits_every_step() {
     let all = [Policy::Fused.into(), Policy::Deferred.into(), Updates::Speculative, Updates::Auto];
-    for updates in all {
+    let waits = [(Tiling::Whole, Wait::None), (Tiling::Blocks, Wait::None)];
+    let waits = waits.into_iter().chain([(Tiling::Blocks, Wait::Layer)]);
+    for (updates, (tiling, fused_wait)) in
+        all.into_iter().flat_map(|updates| waits.clone().map(move |wait| (updates, wait)))
+    {
         for tied in [true, false] {
             for (micros, tight) in [(1, false), (3, false), (1, true), (3, true)] {
-                let setup = Setup { tied, micros, tight, layers: 5, ..balanced(updates, 2) };
+                let shape = Setup { tied, micros, tight, layers: 5, ..balanced(updates, 2) };
+                let setup = Setup { tiling, fused_wait, ..shape };
                 let mut world = World::new(setup);
                 assert_eq!(world.run(), End::Completed);
                 assert_eq!((world.durable_at.len(), world.aborts), (4, 0));

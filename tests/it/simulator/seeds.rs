@@ -72,6 +72,8 @@ fn setup(seed: u64) -> Setup {
     Setup {
         layers,
         tied: dice.one_in(2),
+        tiling: if dice.one_in(2) { Tiling::Whole } else { Tiling::Blocks },
+        fused_wait: if dice.one_in(2) { Wait::None } else { Wait::Layer },
         costs: Costs { unbind, ..calm.costs },
         micros: 1 + dice.roll(2) as u32,
         tight: dice.one_in(3),

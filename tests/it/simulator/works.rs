@@ -20,15 +20,15 @@ impl World {
                 let time = if decoder { costs.read } else { 1 };
                 self.occupy(Resource::Disk, time, attempt, NodeEvent::Streamed { attempt, visit });
             }
-            NodeCommand::Park { attempt, layer, micro } => {
-                self.process.parking.insert((layer, micro));
-                let event = NodeEvent::Parked { attempt, layer, micro };
+            NodeCommand::Park { attempt, stage, micro } => {
+                self.process.parking.insert((stage, micro));
+                let event = NodeEvent::Parked { attempt, stage, micro };
                 self.occupy(Resource::Writer, self.setup.costs.park, attempt, event);
             }
-            NodeCommand::Unpark { attempt, layer, micro } => {
-                let away = !self.process.parking.contains(&(layer, micro));
+            NodeCommand::Unpark { attempt, stage, micro } => {
+                let away = !self.process.parking.contains(&(stage, micro));
                 assert!(away, "an input is read before it is written");
-                let event = NodeEvent::Unparked { attempt, layer, micro };
+                let event = NodeEvent::Unparked { attempt, stage, micro };
                 self.occupy(Resource::Disk, 1, attempt, event);
             }
             NodeCommand::Compute { attempt, op, .. } => self.compute(attempt, op),
@@ -38,8 +38,8 @@ impl World {
                 self.process.in_flight_until = self.process.in_flight_until.max(end);
                 self.at(end, Happening::Node(NodeEvent::Unbound { attempt, visit }));
             }
-            NodeCommand::Update { step, attempt, layer, from, to } => {
-                self.update(step, attempt, layer, from, to);
+            NodeCommand::Update { step, attempt, piece, from, to } => {
+                self.update((step, attempt), piece, from, to);
             }
             NodeCommand::Sync { attempt, slots } => {
                 let end = self.start_of(Resource::Disk) + 1;
@@ -55,6 +55,7 @@ impl World {
                     |h: &Happening| matches!(h, Happening::Wrote { .. } | Happening::Synced { .. });
                 self.process.happenings.retain(|_, h| !forgotten(h));
                 self.process.parking.clear();
+                self.process.writing.clear();
                 let until = self.process.in_flight_until.max(self.now) + 1;
                 self.disk.drained();
                 self.at(until, Happening::Node(NodeEvent::Drained { attempt }));
@@ -93,10 +94,12 @@ impl World {
                 let loss = data.loss(step) * TARGETS as f64 / micros as f64;
                 NodeEvent::Loss { attempt, micro, loss }
             }
-            ComputeOp::TakeGradient { layer, .. } => {
+            ComputeOp::TakeGradient { piece, .. } => {
+                let layer = piece.layer;
                 assert!(!locked[layer.index()], "layer {layer} is locked and has a gradient");
-                let sum_of_squares = data.gradient(step, layer);
-                NodeEvent::Measured { attempt, layer, sum_of_squares }
+                let last = piece.part as usize + 1 == self.pieces(layer);
+                let sum_of_squares = last.then(|| data.gradient(step, layer));
+                NodeEvent::Measured { attempt, piece, sum_of_squares }
             }
             _ => return self.occupy_silently(time),
         };
@@ -110,10 +113,25 @@ impl World {
         self.process.in_flight_until = self.process.in_flight_until.max(end);
     }
 
-    fn update(&mut self, step: Step, attempt: Attempt, layer: LayerId, from: Slot, to: Slot) {
+    /// Pieces that a layer's gradient comes in.
+    fn pieces(&self, layer: LayerId) -> usize {
+        self.table.pieces(layer, self.setup.tiling).len()
+    }
+
+    fn update(&mut self, (step, attempt): (Step, Attempt), piece: PieceId, from: Slot, to: Slot) {
+        let (layer, pieces) = (piece.layer, self.pieces(piece.layer));
         let factor = self.process.attempts[&attempt].factor;
-        let digest = self.disk.start_update((step, attempt), layer, (from, to), factor);
-        let end = self.start_of(Resource::Disk) + self.vary(self.setup.costs.update);
+        let key = (attempt, layer);
+        let begun = self.process.writing.remove(&key);
+        let (done, digest) = begun.unwrap_or_else(|| {
+            (0, self.disk.start_update((step, attempt), layer, (from, to), factor))
+        });
+        let last = done + 1 == pieces;
+        if !last {
+            self.process.writing.insert(key, (done + 1, digest));
+        }
+        let end =
+            self.start_of(Resource::Disk) + self.vary(self.setup.costs.update / pieces as u64);
         self.process.busy_until.insert(Resource::Disk, end);
         self.process.in_flight_until = self.process.in_flight_until.max(end);
         let happening = if self.fails() {
@@ -121,7 +139,7 @@ impl World {
         } else if !self.setup.data.update_is_finite(step, layer) {
             Happening::Run(RunEvent::Node(FromNode::NotFinite { step, attempt }))
         } else {
-            Happening::Wrote { attempt, step, layer, slot: to, digest }
+            Happening::Wrote { attempt, step, piece, slot: to, digest: last.then_some(digest) }
         };
         self.at(end, happening);
     }

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use compute::{Command, TensorId, WeightsId};
-use model::{Attempt, LayerId, Micro, Weights};
+use model::{Attempt, LayerId, LayerTable, Micro, Stage, Tiling, Weights};
 use schedule::{ComputeOp, Need, Visit, VisitId};
 
 use crate::Batch;
 
-/// Kinds of tensors on the device. The input of layer n is `Input` of n; the head's input is the
-/// last decoder layer's output.
+/// Kinds of tensors on the device. The input of stage n is `Input` of n; the head's input is the
+/// output of the last stage of the decoder.
 #[derive(Clone, Copy)]
 enum Kind {
     Input = 1,
@@ -20,8 +20,8 @@ enum Kind {
     Stats = 5,
 }
 
-fn tensor(kind: Kind, layer: LayerId, micro: Micro) -> TensorId {
-    TensorId((kind as u64) << 56 | u64::from(layer.0) << 32 | u64::from(micro.0))
+fn tensor(kind: Kind, stage: Stage, micro: Micro) -> TensorId {
+    TensorId((kind as u64) << 56 | u64::from(stage.0) << 32 | u64::from(micro.0))
 }
 
 /// The device's name for the weights of a visit.
@@ -29,9 +29,9 @@ pub(super) fn weights_id(attempt: Attempt, visit: VisitId) -> WeightsId {
     WeightsId(attempt.0 << 32 | u64::from(visit.0))
 }
 
-/// The device's name for a layer's input.
-pub(super) fn input(layer: LayerId, micro: Micro) -> TensorId {
-    tensor(Kind::Input, layer, micro)
+/// The device's name for a stage's input.
+pub(super) fn input(stage: Stage, micro: Micro) -> TensorId {
+    tensor(Kind::Input, stage, micro)
 }
 
 pub(super) fn bind(attempt: Attempt, visit: VisitId, at: &Visit, weights: Weights) -> Command {
@@ -48,7 +48,8 @@ pub(super) fn layer_and_sweep(op: ComputeOp, head: LayerId) -> (LayerId, bool) {
         ComputeOp::Embed { .. } => (LayerId(0), false),
         ComputeOp::EmbedBackward { .. } => (LayerId(0), true),
         ComputeOp::Forward { layer, .. } | ComputeOp::Free { layer, .. } => (layer, false),
-        ComputeOp::Backward { layer, .. } | ComputeOp::TakeGradient { layer, .. } => (layer, true),
+        ComputeOp::Backward { layer, .. } => (layer, true),
+        ComputeOp::TakeGradient { piece, .. } => (piece.layer, true),
         ComputeOp::HeadNorm { .. } | ComputeOp::HeadScore { .. } | ComputeOp::HeadLoss { .. } => {
             (head, false)
         }
@@ -56,31 +57,37 @@ pub(super) fn layer_and_sweep(op: ComputeOp, head: LayerId) -> (LayerId, bool) {
     }
 }
 
+/// What operations are about.
+pub(super) struct Model<'a> {
+    pub(super) table: &'a LayerTable,
+    pub(super) tiling: Tiling,
+}
+
 /// The commands of one operation, in order.
 pub(super) fn commands(
     op: ComputeOp,
     weights: WeightsId,
     batch: &Batch,
-    head: LayerId,
+    Model { table, tiling }: Model<'_>,
     rows: &mut BTreeMap<Micro, Weights>,
 ) -> Vec<Command> {
-    let input_gradient = |layer, micro| tensor(Kind::InputGradient, layer, micro);
+    let head = Stage(table.stages(tiling) as u32 - 1);
+    let input_gradient = |stage, micro| tensor(Kind::InputGradient, stage, micro);
     let hidden = |micro| tensor(Kind::Hidden, head, micro);
     let hidden_gradient = |micro| tensor(Kind::HiddenGradient, head, micro);
     let stats = |micro| tensor(Kind::Stats, head, micro);
-    let next = |layer: LayerId| LayerId(layer.0 + 1);
     let labels = |micro| Arc::clone(&batch.micro(micro).labels);
     match op {
         ComputeOp::Embed { micro } => {
             let Some(rows) = rows.remove(&micro) else { panic!("rows of {micro:?} are missing") };
             let index = Arc::clone(&batch.micro(micro).index);
-            vec![Command::Embed { rows, index, y: input(LayerId(1), micro) }]
+            vec![Command::Embed { rows, index, y: input(Stage(1), micro) }]
         }
-        ComputeOp::Forward { layer, micro, keep } => vec![Command::Forward {
+        ComputeOp::Forward { stage, micro, keep, .. } => vec![Command::Forward {
             weights,
             shape: batch.shape(),
-            x: input(layer, micro),
-            y: input(next(layer), micro),
+            x: input(stage, micro),
+            y: input(stage.next(), micro),
             keep,
         }],
         ComputeOp::HeadNorm { micro } => {
@@ -116,19 +123,23 @@ pub(super) fn commands(
             Command::Free { id: hidden(micro) },
             Command::Free { id: stats(micro) },
         ],
-        ComputeOp::Backward { layer, micro, gradient, dx } => vec![Command::Backward {
+        ComputeOp::Backward { stage, micro, gradient, dx, .. } => vec![Command::Backward {
             weights,
             shape: batch.shape(),
-            x: input(layer, micro),
-            dy: input_gradient(next(layer), micro),
-            dx: dx.then(|| input_gradient(layer, micro)),
+            x: input(stage, micro),
+            dy: input_gradient(stage.next(), micro),
+            dx: dx.then(|| input_gradient(stage, micro)),
             gradient,
         }],
-        ComputeOp::Free { layer, micro } => vec![Command::Free { id: input(layer, micro) }],
+        ComputeOp::Free { stage, micro, .. } => vec![Command::Free { id: input(stage, micro) }],
         ComputeOp::EmbedBackward { micro } => vec![Command::EmbedBackward {
             tokens: Arc::clone(&batch.micro(micro).tokens),
-            dy: input_gradient(LayerId(1), micro),
+            dy: input_gradient(Stage(1), micro),
         }],
-        ComputeOp::TakeGradient { layer, .. } => vec![Command::TakeGradient { layer }],
+        ComputeOp::TakeGradient { piece, .. } => {
+            let layer = piece.layer;
+            let elements = table.pieces(layer, tiling).swap_remove(piece.part as usize);
+            vec![Command::TakeGradient { layer, elements }]
+        }
     }
 }

@@ -58,10 +58,14 @@ pub(super) enum GradientPart {
     Read(HostBytes),
 }
 
-/// Sum of squares over a fixed tree, independent of the number of threads.
-pub(super) fn sum_of_squares(gradient: &Gradient) -> f64 {
+/// Square sums of a chunk of a dense gradient, or of all rows of one, over a fixed tree,
+/// independent of the number of threads.
+pub(super) fn square_sums(gradient: &Gradient, chunk: usize) -> NormTree {
     let values = match gradient {
-        Gradient::Dense(values) => values.f32s(),
+        Gradient::Dense { first, values } => {
+            let rest = &values.f32s()[chunk * CHUNK_ELEMENTS - first..];
+            &rest[..rest.len().min(CHUNK_ELEMENTS)]
+        }
         Gradient::Rows { values, .. } => values.f32s(),
     };
     let pieces: Vec<NormTree> = values
@@ -72,14 +76,18 @@ pub(super) fn sum_of_squares(gradient: &Gradient) -> f64 {
             tree
         })
         .collect();
-    join(&pieces)
+    append(&pieces)
 }
 
 /// Sum of squares of a layer from those of its chunks, in their order; zero without any.
 pub(super) fn join(chunks: &[NormTree]) -> f64 {
+    append(chunks).sum()
+}
+
+fn append(pieces: &[NormTree]) -> NormTree {
     let mut whole = NormTree::new();
-    chunks.iter().for_each(|chunk| whole.append(chunk));
-    whole.sum()
+    pieces.iter().for_each(|piece| whole.append(piece));
+    whole
 }
 
 /// New state of a chunk: piece by piece, so that what is read is hashed, computed on, hashed again
@@ -226,7 +234,10 @@ fn update_piece(
                 at.update(decay, part, values);
             }
             GradientPart::Whole(whole) => match &**whole {
-                Gradient::Dense(values) => at.update(decay, part.clone(), &values.f32s()[part]),
+                Gradient::Dense { first, values } => {
+                    let values = &values.f32s()[part.start - first..part.end - first];
+                    at.update(decay, part, values);
+                }
                 Gradient::Rows { ids, width, values } => {
                     let rows = Rows { ids, width: *width, values: values.f32s() };
                     rows.update(&mut at, decay, part);

@@ -38,7 +38,7 @@ pub fn optimizer_rate(
     let states = chunks.iter().map(|&c| state(c)).collect::<Result<Vec<_>, _>>()?;
     let mut gradient = HostBytes::zeroed(elements * 4);
     gradient.f32s_mut().iter_mut().enumerate().for_each(|(i, g)| *g = (i % 13) as f32 * 1e-3);
-    let gradient = Arc::new(Gradient::Dense(gradient));
+    let gradient = Arc::new(Gradient::Dense { first: 0, values: gradient });
     let adamw = AdamW { lr: 1e-5, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
     let (shadow, prepared) = (Shadow::default(), adamw.prepare(9, 1.0));
     let rule = Rule { prepared, t: 9, shadow: &shadow, rounding: 1, weigh: false };

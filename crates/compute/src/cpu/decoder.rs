@@ -1,7 +1,9 @@
-//! A decoder layer: forward, and the backward written out by hand.
+//! A decoder layer, or one of its two residual blocks: forward, and the backward written out by hand.
 //!
 //! Invariants:
 //! - `backward` reads [`Inner`] only, so kept and recomputed activations give the same bits;
+//! - a layer computes what its blocks compute one after the other: however it is tiled, the bits
+//!   are the same;
 //! - query, key and value (and gate and up) lie back to back in the layer's block and are one
 //!   product each, in both directions.
 //!
@@ -9,7 +11,7 @@
 
 use std::ops::Range;
 
-use model::{Budget, HostBytes, LayerSpec, ModelConfig, Role};
+use model::{Budget, HostBytes, LayerSpec, ModelConfig, Role, TileSpec, Tiling};
 
 use super::bound::Ready;
 use crate::attention::Attention;
@@ -46,24 +48,46 @@ impl Sizes {
         }
     }
 
-    /// Elements of [`Inner`].
-    pub(super) fn kept(&self) -> usize {
-        let per_token =
-            self.qkv + self.raw + self.query + self.heads + self.hidden + 2 * self.ffn + 2;
-        self.tokens * per_token
+    /// Most elements of an [`Inner`].
+    pub(super) fn kept(&self, tiling: Tiling) -> usize {
+        match tiling {
+            Tiling::Whole => {
+                self.attention_inner() + self.tokens * self.hidden + self.feed_forward_inner()
+            }
+            Tiling::Blocks => self.attention_inner().max(self.feed_forward_inner()),
+        }
     }
 
-    /// Elements that a forward allocates beside its result.
-    pub(super) fn forward(&self) -> usize {
-        self.kept() + self.tokens * self.hidden.max(self.ffn)
+    fn attention_inner(&self) -> usize {
+        self.tokens * (self.qkv + self.raw + self.query + self.heads + 1)
     }
 
-    /// Elements that a backward allocates beside gradients and its result, kept or not.
-    pub(super) fn backward(&self) -> usize {
-        let feed_forward = self.kept() + self.tokens * self.ffn.max(self.hidden);
-        // Gate, up and the layer's middle are gone before attention's gradients come.
-        let attention = self.kept() - self.tokens * (2 * self.ffn + self.hidden)
-            + self.tokens * (self.query + self.qkv);
+    fn feed_forward_inner(&self) -> usize {
+        self.tokens * (2 * self.ffn + 1)
+    }
+
+    /// Most elements that a forward allocates beside its result.
+    pub(super) fn forward(&self, tiling: Tiling) -> usize {
+        let feed_forward = self.tokens * self.hidden.max(self.ffn);
+        match tiling {
+            Tiling::Whole => self.kept(tiling) + feed_forward,
+            Tiling::Blocks => {
+                let attention = self.attention_inner() + self.tokens * self.hidden;
+                attention.max(self.feed_forward_inner() + feed_forward)
+            }
+        }
+    }
+
+    /// Most elements that a backward allocates beside gradients and its result, kept or not.
+    pub(super) fn backward(&self, tiling: Tiling) -> usize {
+        // What attention keeps stays while the feed-forward block has its turn.
+        let below = match tiling {
+            Tiling::Whole => self.attention_inner() + self.tokens * self.hidden,
+            Tiling::Blocks => 0,
+        };
+        let feed_forward =
+            below + self.feed_forward_inner() + self.tokens * self.ffn.max(self.hidden);
+        let attention = self.attention_inner() + self.tokens * (self.query + self.qkv);
         let projections = self.tokens * (self.raw + 2 + self.qkv + self.hidden);
         feed_forward.max(attention).max(projections) + self.partials()
     }
@@ -74,11 +98,24 @@ impl Sizes {
     }
 }
 
-/// Activations inside a layer that its backward reads.
+/// Activations inside what is bound that its backward reads.
 #[derive(Debug)]
-pub(super) struct Inner {
+pub(super) enum Inner {
+    /// `middle [T, D]`: after attention
+    Whole {
+        attention: AttentionInner,
+        middle: HostBytes,
+        feed_forward: FeedForwardInner,
+    },
+    Attention(AttentionInner),
+    FeedForward(FeedForwardInner),
+}
+
+/// Of the attention block.
+#[derive(Debug)]
+pub(super) struct AttentionInner {
     /// `[T]`
-    rstd1: HostBytes,
+    rstd: HostBytes,
     /// `[T, (H+G)*K]`: queries and keys before their norm, only if the model has one.
     raw: HostBytes,
     /// `[T, Q]`, rotated
@@ -87,19 +124,32 @@ pub(super) struct Inner {
     o: HostBytes,
     /// `[B, H, S]`
     lse: HostBytes,
-    /// `[T, D]`: after attention
-    x2: HostBytes,
+}
+
+/// Of the feed-forward block.
+#[derive(Debug)]
+pub(super) struct FeedForwardInner {
     /// `[T]`
-    rstd2: HostBytes,
+    rstd: HostBytes,
     /// `[T, 2F]`
     gate_up: HostBytes,
 }
 
-/// A decoder layer bound to its weights for one command.
+/// Which of a layer's blocks are bound.
+#[derive(Clone, Copy)]
+enum Blocks {
+    Both,
+    Attention,
+    FeedForward,
+}
+
+/// A decoder layer, or a block of it, bound to its weights for one command.
 #[derive(Clone, Copy)]
 pub(super) struct Decoder<'a> {
     pub(super) config: &'a ModelConfig,
     pub(super) spec: &'a LayerSpec,
+    /// What of the layer is bound.
+    pub(super) tile: &'a TileSpec,
     pub(super) w: &'a Ready,
     pub(super) dtype: ComputeDtype,
     pub(super) shape: MicroShape,
@@ -107,7 +157,7 @@ pub(super) struct Decoder<'a> {
     pub(super) budget: &'a Budget,
 }
 
-/// Where a layer's weight gradient goes.
+/// Where the gradient of what is bound goes.
 pub(super) struct Sink<'g> {
     pub(super) values: &'g mut [f32],
     pub(super) accum: Accum,
@@ -117,47 +167,29 @@ impl Decoder<'_> {
     /// Reads `x [T, D]`, writes `y [T, D]`.
     pub(super) fn forward(&self, x: &[f32], y: &mut [f32]) -> Result<Inner, DeviceError> {
         let inner = self.inner(x)?;
-        let ffn = self.config.intermediate_size;
-        let mut a = self.block(ffn)?;
-        rows::swiglu(inner.gate_up.f32s(), a.f32s_mut(), ffn);
-        rows::copy(inner.x2.f32s(), y);
-        self.dtype.nt(y, Accum::Add, a.f32s(), self.weight(Role::Down), ffn);
-        self.bias(y, Role::DownBias, Role::DownBias);
+        match &inner {
+            Inner::Whole { middle, feed_forward, .. } => {
+                self.project_down(feed_forward, middle.f32s(), y)?;
+            }
+            Inner::Attention(attention) => self.project_out(attention, x, y),
+            Inner::FeedForward(feed_forward) => self.project_down(feed_forward, x, y)?,
+        }
         Ok(inner)
     }
 
-    /// Everything up to gate and up.
+    /// Everything that backward reads, of `x [T, D]`.
     pub(super) fn inner(&self, x: &[f32]) -> Result<Inner, DeviceError> {
-        let (c, s) = (self.config, self.sizes());
-        let mut h = self.block(s.hidden)?;
-        let mut rstd1 = self.block(1)?;
-        rows::norm(x, self.vector(Role::AttentionNorm), self.eps(), h.f32s_mut(), rstd1.f32s_mut());
-        let mut qkv = self.block(s.qkv)?;
-        let w = self.weights(Role::Query, Role::Value);
-        self.dtype.nt(qkv.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
-        self.bias(qkv.f32s_mut(), Role::QueryBias, Role::ValueBias);
-        let mut raw = self.block(s.raw)?;
-        if s.raw > 0 {
-            copy_columns(qkv.f32s(), s.qkv, raw.f32s_mut(), s.raw);
+        match self.blocks() {
+            Blocks::Attention => Ok(Inner::Attention(self.attend(x)?)),
+            Blocks::FeedForward => Ok(Inner::FeedForward(self.gate(x)?)),
+            Blocks::Both => {
+                let attention = self.attend(x)?;
+                let mut middle = self.block(self.sizes().hidden)?;
+                self.project_out(&attention, x, middle.f32s_mut());
+                let feed_forward = self.gate(middle.f32s())?;
+                Ok(Inner::Whole { attention, middle, feed_forward })
+            }
         }
-        rows::rotate(qkv.f32s_mut(), self.heads(), self.angles);
-
-        let mut o = self.block(s.query)?;
-        let mut lse = self.block(s.heads)?;
-        self.attention().forward(qkv.f32s(), o.f32s_mut(), lse.f32s_mut());
-        let mut x2 = self.block(s.hidden)?;
-        rows::copy(x, x2.f32s_mut());
-        self.dtype.nt(x2.f32s_mut(), Accum::Add, o.f32s(), self.weight(Role::Output), s.query);
-        self.bias(x2.f32s_mut(), Role::OutputBias, Role::OutputBias);
-
-        let w = self.vector(Role::FeedForwardNorm);
-        let mut rstd2 = self.block(1)?;
-        rows::norm(x2.f32s(), w, self.eps(), h.f32s_mut(), rstd2.f32s_mut());
-        let mut gate_up = self.block(2 * c.intermediate_size)?;
-        let w = self.weights(Role::Gate, Role::Up);
-        self.dtype.nt(gate_up.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
-        self.bias(gate_up.f32s_mut(), Role::GateBias, Role::UpBias);
-        Ok(Inner { rstd1, raw, qkv, o, lse, x2, rstd2, gate_up })
     }
 
     /// Turns `dy [T, D]` into dx in place; without `want_dx` its contents are of no use afterwards.
@@ -169,9 +201,88 @@ impl Decoder<'_> {
         mut sink: Option<Sink<'_>>,
         want_dx: bool,
     ) -> Result<(), DeviceError> {
-        let Inner { rstd1, raw, qkv, o, lse, x2, rstd2, gate_up } = inner;
-        self.feed_forward_backward(gate_up, &x2, &rstd2, dy, sink.as_mut())?;
-        drop(x2);
+        match inner {
+            Inner::Whole { attention, middle, feed_forward } => {
+                self.feed_forward_backward(middle.f32s(), feed_forward, dy, sink.as_mut())?;
+                drop(middle);
+                self.attention_backward(x, attention, dy, sink, want_dx)
+            }
+            Inner::Attention(attention) => self.attention_backward(x, attention, dy, sink, want_dx),
+            Inner::FeedForward(feed_forward) => {
+                self.feed_forward_backward(x, feed_forward, dy, sink.as_mut())
+            }
+        }
+    }
+
+    /// The attention block up to its output projection.
+    fn attend(&self, x: &[f32]) -> Result<AttentionInner, DeviceError> {
+        let s = self.sizes();
+        let mut h = self.block(s.hidden)?;
+        let mut rstd = self.block(1)?;
+        rows::norm(x, self.vector(Role::AttentionNorm), self.eps(), h.f32s_mut(), rstd.f32s_mut());
+        let mut qkv = self.block(s.qkv)?;
+        let w = self.weights(Role::Query, Role::Value);
+        self.dtype.nt(qkv.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
+        drop(h);
+        self.bias(qkv.f32s_mut(), Role::QueryBias, Role::ValueBias);
+        let mut raw = self.block(s.raw)?;
+        if s.raw > 0 {
+            copy_columns(qkv.f32s(), s.qkv, raw.f32s_mut(), s.raw);
+        }
+        rows::rotate(qkv.f32s_mut(), self.heads(), self.angles);
+        let mut o = self.block(s.query)?;
+        let mut lse = self.block(s.heads)?;
+        self.attention().forward(qkv.f32s(), o.f32s_mut(), lse.f32s_mut());
+        Ok(AttentionInner { rstd, raw, qkv, o, lse })
+    }
+
+    /// `y = x + o Wo^T`
+    fn project_out(&self, inner: &AttentionInner, x: &[f32], y: &mut [f32]) {
+        rows::copy(x, y);
+        let (o, w) = (inner.o.f32s(), self.weight(Role::Output));
+        self.dtype.nt(y, Accum::Add, o, w, self.sizes().query);
+        self.bias(y, Role::OutputBias, Role::OutputBias);
+    }
+
+    /// The feed-forward block up to gate and up.
+    fn gate(&self, x: &[f32]) -> Result<FeedForwardInner, DeviceError> {
+        let s = self.sizes();
+        let mut h = self.block(s.hidden)?;
+        let mut rstd = self.block(1)?;
+        let w = self.vector(Role::FeedForwardNorm);
+        rows::norm(x, w, self.eps(), h.f32s_mut(), rstd.f32s_mut());
+        let mut gate_up = self.block(2 * s.ffn)?;
+        let w = self.weights(Role::Gate, Role::Up);
+        self.dtype.nt(gate_up.f32s_mut(), Accum::Replace, h.f32s(), w, s.hidden);
+        self.bias(gate_up.f32s_mut(), Role::GateBias, Role::UpBias);
+        Ok(FeedForwardInner { rstd, gate_up })
+    }
+
+    /// `y = x + swiglu(gate, up) Wd^T`
+    fn project_down(
+        &self,
+        inner: &FeedForwardInner,
+        x: &[f32],
+        y: &mut [f32],
+    ) -> Result<(), DeviceError> {
+        let ffn = self.sizes().ffn;
+        let mut a = self.block(ffn)?;
+        rows::swiglu(inner.gate_up.f32s(), a.f32s_mut(), ffn);
+        rows::copy(x, y);
+        self.dtype.nt(y, Accum::Add, a.f32s(), self.weight(Role::Down), ffn);
+        self.bias(y, Role::DownBias, Role::DownBias);
+        Ok(())
+    }
+
+    fn attention_backward(
+        &self,
+        x: &[f32],
+        inner: AttentionInner,
+        dy: &mut [f32],
+        mut sink: Option<Sink<'_>>,
+        want_dx: bool,
+    ) -> Result<(), DeviceError> {
+        let AttentionInner { rstd, raw, qkv, o, lse } = inner;
         let s = self.sizes();
         let mut d_o = self.block(s.query)?;
         self.dtype.nn(d_o.f32s_mut(), Accum::Replace, dy, self.weight(Role::Output), s.hidden);
@@ -189,24 +300,24 @@ impl Decoder<'_> {
 
         let mut h = self.block(s.hidden)?;
         let w = self.vector(Role::AttentionNorm);
-        rows::norm_again(x, w, rstd1.f32s(), h.f32s_mut());
+        rows::norm_again(x, w, rstd.f32s(), h.f32s_mut());
         self.weight_gradient(sink.as_mut(), Role::Query, Role::Value, dqkv.f32s(), h.f32s());
         self.bias_gradient(sink.as_mut(), Role::QueryBias, Role::ValueBias, dqkv.f32s())?;
         // `h` is free now: it becomes its own gradient.
         let mut dh = h;
         let w = self.weights(Role::Query, Role::Value);
         self.dtype.nn(dh.f32s_mut(), Accum::Replace, dqkv.f32s(), w, s.qkv);
-        self.norm_backward(sink.as_mut(), Role::AttentionNorm, dh.f32s(), x, rstd1.f32s(), dy)
+        self.norm_backward(sink.as_mut(), Role::AttentionNorm, dh.f32s(), x, rstd.f32s(), dy)
     }
 
     fn feed_forward_backward(
         &self,
-        mut gate_up: HostBytes,
-        x2: &HostBytes,
-        rstd2: &HostBytes,
+        x: &[f32],
+        inner: FeedForwardInner,
         dy: &mut [f32],
         mut sink: Option<&mut Sink<'_>>,
     ) -> Result<(), DeviceError> {
+        let FeedForwardInner { rstd, mut gate_up } = inner;
         let s = self.sizes();
         let mut a = self.block(s.ffn)?;
         self.dtype.nn(a.f32s_mut(), Accum::Replace, dy, self.weight(Role::Down), s.hidden);
@@ -218,13 +329,13 @@ impl Decoder<'_> {
         let dgate_up = gate_up.f32s();
         let mut h = self.block(s.hidden)?;
         let w = self.vector(Role::FeedForwardNorm);
-        rows::norm_again(x2.f32s(), w, rstd2.f32s(), h.f32s_mut());
+        rows::norm_again(x, w, rstd.f32s(), h.f32s_mut());
         self.weight_gradient(sink.as_deref_mut(), Role::Gate, Role::Up, dgate_up, h.f32s());
         self.bias_gradient(sink.as_deref_mut(), Role::GateBias, Role::UpBias, dgate_up)?;
         let mut dh = h;
         let w = self.weights(Role::Gate, Role::Up);
         self.dtype.nn(dh.f32s_mut(), Accum::Replace, dgate_up, w, 2 * s.ffn);
-        self.norm_backward(sink, Role::FeedForwardNorm, dh.f32s(), x2.f32s(), rstd2.f32s(), dy)
+        self.norm_backward(sink, Role::FeedForwardNorm, dh.f32s(), x, rstd.f32s(), dy)
     }
 
     fn rotation_backward(
@@ -310,11 +421,25 @@ impl Decoder<'_> {
         self.w.matrix(self.range(first, last))
     }
 
-    /// Elements of the tensors from `first` to `last`; empty if the layer lacks them.
+    /// Elements of the tensors from `first` to `last` in what is bound; empty if the layer lacks
+    /// them.
     fn range(&self, first: Role, last: Role) -> Range<usize> {
+        let start = self.tile.elements.start;
         match (self.spec.tensor(first), self.spec.tensor(last)) {
-            (Some(first), Some(last)) => first.range().start..last.range().end,
+            (Some(first), Some(last)) => first.range().start - start..last.range().end - start,
             _ => 0..0,
+        }
+    }
+
+    fn blocks(&self) -> Blocks {
+        let bound = |role| {
+            let tensor = self.spec.tensor(role);
+            tensor.is_some_and(|tensor| self.tile.elements.contains(&tensor.offset))
+        };
+        match (bound(Role::AttentionNorm), bound(Role::FeedForwardNorm)) {
+            (true, false) => Blocks::Attention,
+            (false, true) => Blocks::FeedForward,
+            _ => Blocks::Both,
         }
     }
 

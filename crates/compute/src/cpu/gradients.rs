@@ -8,23 +8,32 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use model::{Budget, HostBytes};
+use model::{Budget, CHUNK_ELEMENTS, HostBytes};
 
 use crate::product::Accum;
 use crate::simd::{self, Kernel};
 use crate::{DeviceError, Gradient};
 
-/// One value per parameter of a layer.
+/// One value per parameter of a piece of a layer.
 #[derive(Debug)]
 pub(super) struct Dense {
+    /// Elements of the layer.
+    elements: Range<usize>,
+    /// From the start of the chunk on that the piece begins in.
     block: HostBytes,
     written: Vec<Range<usize>>,
 }
 
 impl Dense {
-    /// A gradient of `elements` values, none of which has a contribution yet.
-    pub(super) fn new(budget: &Budget, elements: usize) -> Result<Dense, DeviceError> {
-        Ok(Dense { block: budget.block(elements * 4)?, written: Vec::new() })
+    /// A gradient of `elements` of a layer, none of which has a contribution yet.
+    pub(super) fn new(budget: &Budget, elements: Range<usize>) -> Result<Dense, DeviceError> {
+        let block = budget.block((elements.end - first(&elements)) * 4)?;
+        Ok(Dense { elements, block, written: Vec::new() })
+    }
+
+    /// The elements of the layer that it is the gradient of.
+    pub(super) fn elements(&self) -> &Range<usize> {
+        &self.elements
     }
 
     /// The elements of `range`, and whether a contribution replaces or adds.
@@ -37,20 +46,22 @@ impl Dense {
         } else if !covered {
             self.complete();
         }
-        (&mut self.block.f32s_mut()[range], accum)
+        let first = first(&self.elements);
+        (&mut self.block.f32s_mut()[range.start - first..range.end - first], accum)
     }
 
     /// Zeroes what no contribution has reached, and returns all elements.
     pub(super) fn complete(&mut self) -> &mut [f32] {
-        let values = self.block.f32s_mut();
+        let Range { start, end } = self.elements;
+        let values = &mut self.block.f32s_mut()[start - first(&self.elements)..];
         self.written.sort_unstable_by_key(|w| w.start);
-        let mut next = 0;
+        let mut next = start;
         for w in &self.written {
-            values[next..w.start].fill(0.0);
+            values[next - start..w.start - start].fill(0.0);
             next = w.end;
         }
-        values[next..].fill(0.0);
-        self.written = vec![Range { start: 0, end: values.len() }];
+        values[next - start..].fill(0.0);
+        self.written = vec![Range { start, end }];
         values
     }
 
@@ -66,8 +77,13 @@ impl Dense {
 
     pub(super) fn take(mut self) -> Gradient {
         self.complete();
-        Gradient::Dense(self.block)
+        Gradient::Dense { first: first(&self.elements), values: self.block }
     }
+}
+
+/// The first element of the chunk that a piece begins in.
+fn first(elements: &Range<usize>) -> usize {
+    elements.start / CHUNK_ELEMENTS * CHUNK_ELEMENTS
 }
 
 /// The rows of an embedding's gradient that tokens touched.
@@ -156,7 +172,9 @@ mod tests {
 
     fn values(gradient: &Gradient) -> Vec<f32> {
         match gradient {
-            Gradient::Dense(block) | Gradient::Rows { values: block, .. } => block.f32s().to_vec(),
+            Gradient::Dense { values, .. } | Gradient::Rows { values, .. } => {
+                values.f32s().to_vec()
+            }
         }
     }
 
@@ -164,7 +182,7 @@ mod tests {
     fn regions_replace_then_add_and_gaps_are_zero() {
         let budget = Budget::new(1 << 20);
         budget.block(24).unwrap().f32s_mut().fill(f32::NAN);
-        let mut dense = Dense::new(&budget, 6).unwrap();
+        let mut dense = Dense::new(&budget, 0..6).unwrap();
         for (range, want) in [(1..3, Accum::Replace), (4..5, Accum::Replace), (1..3, Accum::Add)] {
             let (values, accum) = dense.region(range);
             assert_eq!(accum, want);
@@ -175,6 +193,17 @@ mod tests {
         }
         assert_eq!(dense.region(2..6).1, Accum::Add);
         assert_eq!(values(&dense.take()), [0.0, 2.0, 2.0, 0.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn a_piece_lies_where_its_chunks_do() {
+        let budget = Budget::new(16 << 20);
+        let start = CHUNK_ELEMENTS + 7;
+        let mut dense = Dense::new(&budget, start..start + 5).unwrap();
+        dense.region(start + 1..start + 3).0.fill(1.0);
+        let Gradient::Dense { first, values } = dense.take() else { panic!("rows") };
+        assert_eq!(first, CHUNK_ELEMENTS);
+        assert_eq!(values.f32s()[7..], [0.0, 1.0, 1.0, 0.0, 0.0]);
     }
 
     #[test]

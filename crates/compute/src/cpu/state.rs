@@ -6,10 +6,11 @@
 //!   a usable device.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use model::{
-    Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec, Weights,
-    from_bf16, to_bf16,
+    Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec, Tiling,
+    Weights, from_bf16, to_bf16,
 };
 
 use super::bound::Ready;
@@ -28,10 +29,11 @@ pub(super) struct State {
     weights: HashMap<WeightsId, Bound>,
     tensors: HashMap<TensorId, HostBytes>,
     /// By the layer's input.
-    kept: HashMap<TensorId, (LayerId, Inner)>,
+    kept: HashMap<TensorId, ((LayerId, TileId), Inner)>,
     /// Kept logits of vocabulary tiles, by the head's statistics.
     logits: HashMap<(TensorId, TileId), HostBytes>,
-    dense: HashMap<LayerId, Dense>,
+    /// By layer and first element.
+    dense: HashMap<(LayerId, usize), Dense>,
     rows: Option<RowGradient>,
     angles: Angles,
 }
@@ -122,8 +124,8 @@ impl State {
             }
             Command::HeadLogits { weights, h, token } => return self.logits(weights, h, token),
             Command::EmbedBackward { tokens, dy } => self.embed_backward(&tokens, dy)?,
-            Command::TakeGradient { layer } => {
-                return Ok(Outcome::Gradient(self.take_gradient(layer)?));
+            Command::TakeGradient { layer, elements } => {
+                return Ok(Outcome::Gradient(self.take_gradient(layer, &elements)?));
             }
             Command::Clear => self.clear(),
         }
@@ -149,8 +151,8 @@ impl State {
         if layer.index() >= self.table.len() {
             return Err(unknown("layer", u64::from(layer.0)));
         }
-        let tile = self.table.tiles(layer).into_iter().nth(tile.0 as usize);
-        let tile = tile.ok_or(unknown("tile of the layer", u64::from(layer.0)))?;
+        let tile =
+            self.table.tile(layer, tile).ok_or(unknown("tile of the layer", u64::from(layer.0)))?;
         check_bytes("a tile of weights", weights.len() * 4, tile.f32_bytes())?;
         let (unused, ready) = (Some(weights), None);
         self.weights.insert(id, Bound { layer, tile, unused, ready });
@@ -206,7 +208,7 @@ impl State {
         let mut output = self.tensor(shape.tokens())?;
         let layer = self.decoder(bound, shape);
         let inner = layer.forward(self.tensors[&x].f32s(), output.f32s_mut())?;
-        let kept = (bound.layer, inner);
+        let kept = ((bound.layer, bound.tile.id), inner);
         if keep {
             self.kept.insert(x, kept);
         }
@@ -225,11 +227,11 @@ impl State {
         self.check_tensor("input of a layer", x, shape.tokens())?;
         self.check_tensor("gradient of a layer's output", dy, shape.tokens())?;
         self.set_angles(shape);
-        let id = self.decoder_weights(weights)?.layer;
-        let mut sink = if gradient { Some(self.dense_gradient(id)?) } else { None };
+        let tile = self.decoder_weights(weights)?.tile.clone();
+        let mut sink = if gradient { Some(self.dense_gradient(&tile)?) } else { None };
         let result = self.backward_into(weights, shape, (x, dy, dx), sink.as_mut());
         if let Some(dense) = sink {
-            self.dense.insert(id, dense);
+            self.keep_gradient(&tile, dense);
         }
         result
     }
@@ -248,12 +250,11 @@ impl State {
         let bound = self.decoder_weights(weights)?;
         let layer = self.decoder(bound, shape);
         let inner = match kept {
-            Some((id, inner)) if id == bound.layer => inner,
+            Some((kept, inner)) if kept == (bound.layer, bound.tile.id) => inner,
             _ => layer.inner(x.f32s())?,
         };
-        let elements = self.table.layer(bound.layer).elements();
         let sink = dense.map(|dense| {
-            let (values, accum) = dense.region(0..elements);
+            let (values, accum) = dense.region(bound.tile.elements.clone());
             Sink { values, accum }
         });
         layer.backward(x.f32s(), inner, dy.f32s_mut(), sink, dx.is_some())?;
@@ -323,7 +324,7 @@ impl State {
         gradient: bool,
     ) -> Result<(), DeviceError> {
         let tile = self.vocabulary_tile(o.weights)?.tile.clone();
-        let (tokens, hidden) = (labels.len(), self.config.hidden_size);
+        let tokens = labels.len();
         self.check_labels(labels)?;
         self.check_tensor("input of the head", o.h, tokens)?;
         self.check_stats(o.stats, labels)?;
@@ -346,12 +347,11 @@ impl State {
         self.dtype.nn(to, accum, dlogits.f32s(), w, columns);
         self.tensors.insert(dh, dh_block);
         if gradient {
-            let mut dense = self.dense_gradient(tile.source)?;
+            let mut dense = self.dense_gradient(&tile)?;
             let (values, accum) = dense.region(tile.elements.clone());
-            debug_assert_eq!(values.len(), tile.vocabulary.len() * hidden);
             let h = self.tensors[&o.h].f32s();
             self.dtype.tn(values, accum, dlogits.f32s(), h, tokens);
-            self.dense.insert(tile.source, dense);
+            self.keep_gradient(&tile, dense);
         }
         Ok(())
     }
@@ -362,7 +362,7 @@ impl State {
         (x, dh, dx): (TensorId, TensorId, Option<TensorId>),
         gradient: bool,
     ) -> Result<(), DeviceError> {
-        self.final_norm(weights)?;
+        let tile = self.final_norm(weights)?.tile.clone();
         let tokens = self.tokens_of(x)?;
         self.check_tensor("gradient of the head's input", dh, tokens)?;
         let (x, dh) = (self.take(x)?, self.take(dh)?);
@@ -376,11 +376,10 @@ impl State {
         let to = (output.f32s_mut(), Accum::Replace);
         rows::norm_backward(dh, x, w, rstd.f32s(), to, partials.f32s_mut());
         if gradient {
-            let head = self.table.head();
-            let mut dense = self.dense_gradient(head)?;
-            let (values, accum) = dense.region(0..hidden);
+            let mut dense = self.dense_gradient(&tile)?;
+            let (values, accum) = dense.region(tile.elements.clone());
             rows::fold_partials(partials.f32s(), accum, values);
-            self.dense.insert(head, dense);
+            self.keep_gradient(&tile, dense);
         }
         if let Some(dx) = dx {
             self.tensors.insert(dx, output);
@@ -410,10 +409,10 @@ impl State {
         check_tokens(tokens.iter().copied(), self.config.vocab_size)?;
         let dy = self.take(dy)?;
         if self.config.tied {
-            let id = self.table.embedding();
-            let mut dense = self.dense_gradient(id)?;
+            let embedding = self.table.tiles(self.table.embedding(), Tiling::Whole).remove(0);
+            let mut dense = self.dense_gradient(&embedding)?;
             dense.add_rows(tokens, dy.f32s());
-            self.dense.insert(id, dense);
+            self.keep_gradient(&embedding, dense);
             return Ok(());
         }
         let width = self.config.hidden_size;
@@ -421,26 +420,39 @@ impl State {
         rows.add(&self.budget, tokens, dy.f32s())
     }
 
-    fn take_gradient(&mut self, layer: LayerId) -> Result<Gradient, DeviceError> {
+    fn take_gradient(
+        &mut self,
+        layer: LayerId,
+        elements: &Range<usize>,
+    ) -> Result<Gradient, DeviceError> {
         let missing = unknown("gradient of layer", u64::from(layer.0));
         if layer == self.table.embedding() && !self.config.tied {
             return self.rows.take().ok_or(missing)?.take(&self.budget);
         }
-        Ok(self.dense.remove(&layer).ok_or(missing)?.take())
+        let known = self.dense.get(&(layer, elements.start));
+        if known.is_some_and(|dense| dense.elements() != elements) {
+            return Err(missing);
+        }
+        Ok(self.dense.remove(&(layer, elements.start)).ok_or(missing)?.take())
     }
 
-    /// Removes the layer's gradient, or starts one; the caller puts it back.
-    fn dense_gradient(&mut self, id: LayerId) -> Result<Dense, DeviceError> {
-        match self.dense.remove(&id) {
+    /// Removes the gradient that the tile adds to, or starts one; the caller puts it back.
+    fn dense_gradient(&mut self, tile: &TileSpec) -> Result<Dense, DeviceError> {
+        match self.dense.remove(&(tile.source, tile.gradient.start)) {
             Some(dense) => Ok(dense),
-            None => Dense::new(&self.budget, self.table.layer(id).elements()),
+            None => Dense::new(&self.budget, tile.gradient.clone()),
         }
+    }
+
+    fn keep_gradient(&mut self, tile: &TileSpec, dense: Dense) {
+        self.dense.insert((tile.source, tile.gradient.start), dense);
     }
 
     fn decoder<'a>(&'a self, bound: &'a Bound, shape: MicroShape) -> Decoder<'a> {
         Decoder {
             config: &self.config,
             spec: self.table.layer(bound.layer),
+            tile: &bound.tile,
             w: bound.ready(),
             dtype: self.dtype,
             shape,

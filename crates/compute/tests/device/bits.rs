@@ -1,7 +1,7 @@
-//! What must not change a single bit: threads, and whether activations were kept.
+//! What must not change a single bit: threads, whether activations were kept, how layers are tiled.
 
 use compute::{Command, ComputeDtype, MicroShape, TensorId};
-use model::{LayerId, StateLayout};
+use model::{LayerId, StateLayout, Tiling};
 
 use crate::harness::{self, Bench, Options, PLAIN, uniform};
 
@@ -51,6 +51,17 @@ fn split_weights_give_the_bits_of_whole_ones() {
 }
 
 #[test]
+fn blocks_give_the_bits_of_whole_layers() {
+    for dtype in [ComputeDtype::F32, ComputeDtype::Bf16] {
+        let whole = Options { micros: 2, dtype, ..PLAIN };
+        let want = bits(whole);
+        for keep in [false, true] {
+            assert!(bits(Options { tiling: Tiling::Blocks, keep, ..whole }) == want, "{keep}");
+        }
+    }
+}
+
+#[test]
 fn leaving_results_out_changes_no_bit_of_the_others() {
     let config = harness::config(MODEL);
     let shape = MicroShape { rows: 1, seq_len: 40 };
@@ -62,7 +73,7 @@ fn leaving_results_out_changes_no_bit_of_the_others() {
         let (x, dy) = (bench.put(1, &values), bench.put(2, &values));
         let dx = want_dx.then_some(TensorId(3));
         bench.run(Command::Backward { weights, shape, x, dy, dx, gradient });
-        (dx.map(|dx| bench.get(dx)), gradient.then(|| bench.gradient(LayerId(1))))
+        (dx.map(|dx| bench.get(dx)), gradient.then(|| bench.gradient(LayerId(1), Tiling::Whole)))
     };
     let (dx, gradient) = run(true, true);
     assert!(run(true, false) == (dx, None), "dx without gradient");

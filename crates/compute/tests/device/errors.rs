@@ -105,7 +105,7 @@ fn names_that_are_not_on_the_device() {
     refuse(b, Command::EmbedBackward { tokens: l(), dy: NOWHERE }, unknown("tensor"));
     for layer in 0..3 {
         let missing = unknown("gradient of layer");
-        refuse(b, Command::TakeGradient { layer: LayerId(layer) }, missing);
+        refuse(b, Command::TakeGradient { layer: LayerId(layer), elements: 0..64 }, missing);
     }
 }
 
@@ -121,7 +121,7 @@ fn blocks_of_a_wrong_size() {
         weights: Weights::F32(HostBytes::zeroed(len)),
     };
     refuse(b, bind(9, 0, 4), unknown("layer"));
-    refuse(b, bind(1, 1, 4), unknown("tile of the layer"));
+    refuse(b, bind(1, 3, 4), unknown("tile of the layer"));
     refuse(b, bind(2, 0, 4), shape(32));
     refuse(b, Command::Put { id: y, bytes: HostBytes::zeroed(7) }, shape(4));
     let embed = |len, index: &[u32]| Command::Embed {
@@ -181,7 +181,7 @@ fn a_refused_command_consumes_nothing_and_clear_forgets_everything() {
     bench.run(Command::Clear);
     refuse(&mut bench, Command::Unbind { id: decoder }, unknown("weights"));
     let missing = unknown("gradient of layer");
-    refuse(&mut bench, Command::TakeGradient { layer: LayerId(1) }, missing);
+    refuse(&mut bench, Command::TakeGradient { layer: LayerId(1), elements: 0..64 }, missing);
 }
 
 #[test]

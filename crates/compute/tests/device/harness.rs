@@ -7,7 +7,7 @@ use compute::{
     Outcome, TensorId, WeightsId,
 };
 use model::{
-    Budget, HostBytes, LayerId, LayerTable, ModelConfig, Role, StateLayout, TileId, Weights,
+    Budget, HostBytes, LayerId, LayerTable, ModelConfig, Role, StateLayout, TileId, Tiling, Weights,
 };
 
 pub(crate) fn splitmix64(x: u64) -> u64 {
@@ -81,6 +81,7 @@ pub(crate) struct Options {
     /// That weights are bound in.
     pub(crate) layout: StateLayout,
     pub(crate) dtype: ComputeDtype,
+    pub(crate) tiling: Tiling,
 }
 
 pub(crate) const PLAIN: Options = Options {
@@ -89,6 +90,7 @@ pub(crate) const PLAIN: Options = Options {
     micros: 1,
     layout: StateLayout::F32,
     dtype: ComputeDtype::F32,
+    tiling: Tiling::Whole,
 };
 
 impl Bench {
@@ -118,7 +120,7 @@ impl Bench {
     }
 
     pub(crate) fn bind(&mut self, layer: LayerId, tile: u32) -> WeightsId {
-        let spec = self.table.tiles(layer).swap_remove(tile as usize);
+        let spec = self.table.tile(layer, TileId(tile)).unwrap();
         let values = &self.weights[spec.source.index()][spec.elements];
         let weights = Weights::from_f32(self.layout, values);
         let id = WeightsId(u64::from(layer.0) << 32 | u64::from(tile));
@@ -138,20 +140,35 @@ impl Bench {
         }
     }
 
-    /// The gradient of a layer, rows spread out.
-    pub(crate) fn gradient(&mut self, layer: LayerId) -> Vec<f32> {
-        match self.call(Command::TakeGradient { layer }) {
-            Ok(Outcome::Gradient(Gradient::Dense(block))) => block.f32s().to_vec(),
-            Ok(Outcome::Gradient(Gradient::Rows { ids, width, values })) => {
-                assert!(ids.windows(2).all(|w| w[0] < w[1]), "{ids:?}");
-                let mut all = vec![0.0; self.weights[layer.index()].len()];
-                for (id, row) in ids.iter().zip(values.f32s().chunks_exact(width)) {
-                    all[*id as usize * width..][..width].copy_from_slice(row);
+    /// The gradient of a layer, rows spread out and pieces put together.
+    pub(crate) fn gradient(&mut self, layer: LayerId, tiling: Tiling) -> Vec<f32> {
+        let mut all = vec![0.0; self.weights[layer.index()].len()];
+        for elements in self.table.pieces(layer, tiling) {
+            match self.call(Command::TakeGradient { layer, elements: elements.clone() }) {
+                Ok(Outcome::Gradient(Gradient::Dense { first, values })) => {
+                    let piece = &values.f32s()[elements.start - first..];
+                    all[elements].copy_from_slice(piece);
                 }
-                all
+                Ok(Outcome::Gradient(Gradient::Rows { ids, width, values })) => {
+                    assert!(ids.windows(2).all(|w| w[0] < w[1]), "{ids:?}");
+                    for (id, row) in ids.iter().zip(values.f32s().chunks_exact(width)) {
+                        all[*id as usize * width..][..width].copy_from_slice(row);
+                    }
+                }
+                other => panic!("{other:?}"),
             }
-            other => panic!("{other:?}"),
         }
+        all
+    }
+
+    /// Whether a layer has a gradient.
+    pub(crate) fn has_gradient(&mut self, layer: LayerId, tiling: Tiling) -> bool {
+        let mut pieces = self.table.pieces(layer, tiling).into_iter();
+        pieces.any(|elements| {
+            let taken = self.call(Command::TakeGradient { layer, elements });
+            assert!(matches!(taken, Ok(_) | Err(DeviceError::Unknown { .. })), "{taken:?}");
+            taken.is_ok()
+        })
     }
 }
 
@@ -186,16 +203,22 @@ pub(crate) fn step_locked(
     let targets: Vec<Arc<[u32]>> = ids.iter().map(|t| labels(t, shape.seq_len).into()).collect();
     let last = bench.table.head().index();
     let boundary = |layer: usize, m: usize| TensorId((layer * 100 + m) as u64);
+    let middle = |layer: usize, m: usize| TensorId((100_000 + layer * 100 + m) as u64);
 
     for (m, ids) in ids.iter().enumerate() {
         let rows = Weights::from_f32(options.layout, &bench.weights[0]);
         bench.run(Command::Embed { rows, index: Arc::clone(ids), y: boundary(1, m) });
     }
     for layer in 1..last {
-        let weights = bench.bind(LayerId(layer as u32), 0);
-        for m in 0..ids.len() {
-            let (x, y) = (boundary(layer, m), boundary(layer + 1, m));
-            bench.run(Command::Forward { weights, shape: micro, x, y, keep: options.keep });
+        let tiles = bench.table.tiles(LayerId(layer as u32), options.tiling);
+        for (at, tile) in tiles.iter().enumerate() {
+            let weights = bench.bind(LayerId(layer as u32), tile.id.0);
+            let last = at + 1 == tiles.len();
+            for m in 0..ids.len() {
+                let x = if at == 0 { boundary(layer, m) } else { middle(layer, m) };
+                let y = if last { boundary(layer + 1, m) } else { middle(layer, m) };
+                bench.run(Command::Forward { weights, shape: micro, x, y, keep: options.keep });
+            }
         }
     }
     let projection = if bench.table.tied() { 0 } else { last };
@@ -208,32 +231,36 @@ pub(crate) fn step_locked(
     };
     let loss = head(&mut bench, &targets, boundary(last, 0).0, asks);
     for layer in (lowest.max(1)..last).rev() {
-        let weights = WeightsId((layer as u64) << 32);
-        for m in 0..ids.len() {
-            let (x, d) = (boundary(layer, m), boundary(90, m));
-            bench.run(Command::Backward {
-                weights,
-                shape: micro,
-                x,
-                dy: d,
-                dx: (layer > lowest).then_some(d),
-                gradient: !locked[layer],
-            });
+        let tiles = bench.table.tiles(LayerId(layer as u32), options.tiling);
+        for (at, tile) in tiles.iter().enumerate().rev() {
+            let weights = WeightsId((layer as u64) << 32 | u64::from(tile.id.0));
+            for m in 0..ids.len() {
+                let x = if at == 0 { boundary(layer, m) } else { middle(layer, m) };
+                let d = boundary(90, m);
+                bench.run(Command::Backward {
+                    weights,
+                    shape: micro,
+                    x,
+                    dy: d,
+                    dx: (layer > lowest || at > 0).then_some(d),
+                    gradient: !locked[layer],
+                });
+            }
+            bench.run(Command::Unbind { id: weights });
         }
-        bench.run(Command::Unbind { id: weights });
     }
     for (m, ids) in ids.iter().enumerate().filter(|_| !locked[0]) {
         bench.run(Command::EmbedBackward { tokens: Arc::clone(ids), dy: boundary(90, m) });
     }
     for layer in (0..=last).filter(|&layer| locked[layer]) {
-        let none = bench.call(Command::TakeGradient { layer: LayerId(layer as u32) });
-        assert!(matches!(none, Err(DeviceError::Unknown { .. })), "layer {layer}: {none:?}");
+        assert!(!bench.has_gradient(LayerId(layer as u32), options.tiling), "layer {layer}");
     }
     if lowest > 0 {
         let left = bench.call(Command::Get { id: boundary(90, 0) });
         assert!(matches!(left, Err(DeviceError::Unknown { .. })), "nothing goes down: {left:?}");
     }
-    let of = |layer: usize| (!locked[layer]).then(|| bench.gradient(LayerId(layer as u32)));
+    let tiling = options.tiling;
+    let of = |layer: usize| (!locked[layer]).then(|| bench.gradient(LayerId(layer as u32), tiling));
     let gradients = (0..=last).map(of).collect();
     (loss, gradients)
 }
@@ -258,7 +285,7 @@ fn head(bench: &mut Bench, targets: &[Arc<[u32]>], first_x: u64, asks: HeadAsks)
     for m in micros.clone() {
         bench.run(Command::HeadNorm { weights: norm, x: TensorId(first_x + m), h: h(m) });
     }
-    let tiles = 1..bench.table.tiles(head).len() as u32;
+    let tiles = 1..bench.table.tiles(head, Tiling::Whole).len() as u32;
     for tile in tiles.clone() {
         let weights = bench.bind(head, tile);
         for m in micros.clone() {

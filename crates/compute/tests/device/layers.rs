@@ -19,7 +19,8 @@ fn check(config: &ModelConfig, shape: MicroShape) -> Result<(), TestCaseError> {
     let (y, dy, dx) = (TensorId(2), bench.put(3, &output_gradient), TensorId(4));
     bench.run(Command::Forward { weights, shape, x, y, keep: true });
     bench.run(Command::Backward { weights, shape, x, dy, dx: Some(dx), gradient: true });
-    let (y, dx, gradient) = (bench.get(y), bench.get(dx), bench.gradient(layer));
+    let (y, dx, gradient) =
+        (bench.get(y), bench.get(dx), bench.gradient(layer, model::Tiling::Whole));
 
     let (w, spec) = (wide(&bench.weights[1]), bench.table.layer(layer));
     let (input, output_gradient) = (wide(&input), wide(&output_gradient));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use compute::{Command, ComputeDtype, MicroShape, NO_TARGET, TensorId, workspace};
-use model::{LayerId, ModelConfig, StateLayout};
+use model::{LayerId, ModelConfig, StateLayout, Tiling};
 
 use crate::harness::{self, Bench};
 
@@ -35,31 +35,39 @@ fn models() -> Vec<ModelConfig> {
 
 #[test]
 fn no_command_needs_more_than_its_bound() {
-    for config in models() {
-        let bound = workspace(&config, ComputeDtype::F32, StateLayout::F32, SHAPE);
+    for (config, tiling) in models()
+        .iter()
+        .flat_map(|config| [Tiling::Whole, Tiling::Blocks].map(|tiling| (config, tiling)))
+    {
+        let bound = workspace(config, ComputeDtype::F32, StateLayout::F32, SHAPE, tiling);
         assert_eq!(bound.bound_bytes, 0);
         let input = vec![0.25; SHAPE.tokens() * config.hidden_size];
         let labels: Arc<[u32]> = vec![3; SHAPE.tokens()].into();
-        let mut tightest = 0;
-        for keep in [false, true] {
-            let mut bench = Bench::new(&config, 2);
-            let weights = bench.bind(LayerId(1), 0);
+        let (mut tightest, mut most_kept) = (0, 0);
+        let tiles = Bench::new(config, 2).table.tiles(LayerId(1), tiling);
+        for (tile, keep) in tiles.iter().flat_map(|t| [(t.id.0, false), (t.id.0, true)]) {
+            let mut bench = Bench::new(config, 2);
+            let weights = bench.bind(LayerId(1), tile);
             let (x, y) = (bench.put(1, &input), TensorId(2));
             let used =
                 transient(&mut bench, Command::Forward { weights, shape: SHAPE, x, y, keep });
-            let kept = if keep { bound.kept_bytes } else { 0 };
-            assert_eq!(bench.budget.used_bytes(), kept + input.len() * 4);
+            let kept = bench.budget.used_bytes() - input.len() * 4;
+            assert_eq!(kept > 0, keep);
+            most_kept = most_kept.max(kept);
             assert!(used + kept <= bound.command_bytes, "forward {used} {bound:?}");
             tightest = tightest.max(used + kept);
         }
-        let mut bench = Bench::new(&config, 2);
-        let weights = bench.bind(LayerId(1), 0);
-        let (x, dy) = (bench.put(1, &input), bench.put(2, &input));
-        let dx = Some(TensorId(3));
-        let backward = Command::Backward { weights, shape: SHAPE, x, dy, dx, gradient: true };
-        tightest = tightest.max(transient(&mut bench, backward));
+        assert_eq!(most_kept, bound.kept_bytes);
+        for tile in tiles {
+            let mut bench = Bench::new(config, 2);
+            let weights = bench.bind(LayerId(1), tile.id.0);
+            let (x, dy) = (bench.put(1, &input), bench.put(2, &input));
+            let dx = Some(TensorId(3));
+            let backward = Command::Backward { weights, shape: SHAPE, x, dy, dx, gradient: true };
+            tightest = tightest.max(transient(&mut bench, backward));
+        }
 
-        let mut bench = Bench::new(&config, 2);
+        let mut bench = Bench::new(config, 2);
         let weights = bench.bind(bench.table.head(), 1);
         let (h, stats, dh) = (bench.put(1, &input), TensorId(2), TensorId(3));
         let l = Arc::clone(&labels);
@@ -103,11 +111,12 @@ fn unlabelled_tokens_have_no_gradient_and_clear_frees_everything() {
 #[test]
 fn weights_in_another_form_are_widened_when_they_are_first_used_within_the_bound() {
     for config in models() {
-        let bound = workspace(&config, ComputeDtype::F32, StateLayout::Split8, SHAPE);
+        let bound =
+            workspace(&config, ComputeDtype::F32, StateLayout::Split8, SHAPE, Tiling::Whole);
         let mut bench = Bench::new(&config, 2);
         bench.layout = StateLayout::Split8;
         let head = bench.table.head();
-        let tiles = bench.table.tiles(head).len() as u32;
+        let tiles = bench.table.tiles(head, Tiling::Whole).len() as u32;
         let bound_ids: Vec<_> = (0..tiles).map(|tile| bench.bind(head, tile)).collect();
         let layer = bench.bind(LayerId(1), 0);
         assert_eq!(bench.budget.used_bytes(), 0);

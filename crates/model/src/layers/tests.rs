@@ -31,7 +31,7 @@ fn tensors_lie_back_to_back() {
 fn head_tiles_cover_the_vocabulary_once() {
     for tied in [true, false] {
         let table = table(&format!(r#","tie_word_embeddings":{tied}"#));
-        let tiles = table.tiles(table.head());
+        let tiles = table.tiles(table.head(), Tiling::Whole);
         assert_eq!(tiles[0].elements, 0..576);
         let mut next = 0;
         for tile in &tiles[1..] {
@@ -53,5 +53,34 @@ fn selections_name_layers() {
     assert_eq!(ids("head, embed,0-2,1"), Ok(vec![0u32, 1, 2, 3, 31]));
     for wrong in ["", "30", "2-1", "embed-", "body"] {
         assert!(ids(wrong).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn tiles_and_pieces_cover_every_layer_once_however_it_is_cut() {
+    for tied in [true, false] {
+        let table = table(&format!(r#","mlp_bias":true,"tie_word_embeddings":{tied}"#));
+        for tiling in [Tiling::Whole, Tiling::Blocks] {
+            for layer in table.layers() {
+                let mut end = layer.elements();
+                for piece in table.pieces(layer.id, tiling) {
+                    assert_eq!(piece.end, end, "from the end down");
+                    end = piece.start;
+                }
+                assert_eq!(end, 0, "{} {tiling:?}", layer.name);
+                for tile in table.tiles(layer.id, tiling) {
+                    assert_eq!(table.tile(layer.id, tile.id), Some(tile.clone()));
+                    let own = tile.source == layer.id;
+                    assert!(own || (tied && layer.id == table.head()));
+                    let whole = 0..table.layer(tile.source).elements();
+                    assert_eq!(tile.gradient, if own { tile.elements } else { whole });
+                }
+            }
+        }
+        let [attention, feed_forward] = &table.tiles(LayerId(1), Tiling::Blocks)[..] else {
+            panic!("two residual blocks")
+        };
+        assert_eq!(attention.elements.len(), 576 + 2 * 576 * 576 + 2 * 192 * 576);
+        assert_eq!(feed_forward.elements.len(), 576 + 3 * 576 * 1536 + 2 * 1536 + 576);
     }
 }

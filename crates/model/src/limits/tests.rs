@@ -24,17 +24,31 @@ const WORKSPACE: Workspace = Workspace {
 fn a_budget_too_small_names_what_is_needed_and_that_suffices() {
     let table = table(4, true);
     let Err(BudgetError::TooSmall { needed_bytes, .. }) =
-        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, 1000)
+        Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, 1000)
     else {
         panic!("1000 bytes accepted")
     };
-    let limits =
-        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, needed_bytes as usize)
-            .unwrap();
-    assert_eq!((limits.weight_buffers, limits.kept), (2, 0));
+    let limits = Limits::new(
+        &table,
+        StateLayout::F32,
+        SHAPE,
+        |_| WORKSPACE,
+        Wait::Model,
+        needed_bytes as usize,
+    )
+    .unwrap();
+    let layer = table.layer(crate::LayerId(1)).elements() * 4;
+    assert_eq!((limits.weight_bytes, limits.kept), (2 * layer, 0));
     assert!(
-        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, needed_bytes as usize - 1)
-            .is_err()
+        Limits::new(
+            &table,
+            StateLayout::F32,
+            SHAPE,
+            |_| WORKSPACE,
+            Wait::Model,
+            needed_bytes as usize - 1
+        )
+        .is_err()
     );
 }
 
@@ -44,16 +58,23 @@ fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
         &table(layers, true),
         StateLayout::F32,
         SHAPE,
-        WORKSPACE,
-        true,
+        |_| WORKSPACE,
+        Wait::Model,
         0,
     ) {
         Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
         other => panic!("{other:?}"),
     };
     assert_eq!(needed(6), needed(180));
-    let limits =
-        Limits::new(&table(6, true), StateLayout::F32, SHAPE, WORKSPACE, true, needed(6)).unwrap();
+    let limits = Limits::new(
+        &table(6, true),
+        StateLayout::F32,
+        SHAPE,
+        |_| WORKSPACE,
+        Wait::Model,
+        needed(6),
+    )
+    .unwrap();
     assert_eq!(limits.boundaries, 3 * SHAPE.micros());
     assert_eq!(limits.parked, [false, true, true, true, true, true, true, false]);
     assert_eq!(limits.spilled, [false, true, true, true, true, true, true, true]);
@@ -62,23 +83,32 @@ fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
 #[test]
 fn spare_memory_keeps_everything() {
     let limits =
-        Limits::new(&table(4, false), StateLayout::F32, SHAPE, WORKSPACE, true, 1 << 30).unwrap();
+        Limits::new(&table(4, false), StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, 1 << 30)
+            .unwrap();
     assert!(!limits.parked.contains(&true) && !limits.spilled.contains(&true));
     assert_eq!(limits.kept, 4 * SHAPE.micros());
-    assert_eq!(limits.weight_buffers, WEIGHT_BUFFERS_MAX);
+    assert_eq!(limits.tiling, Tiling::Whole);
+    let layer = limits.layer_gradient_bytes[1];
+    assert_eq!(limits.weight_bytes, (2 + EXTRA_TILES) * layer);
 }
 
 #[test]
 fn without_waiting_gradients_nothing_spills() {
     let table = table(6, false);
     let Err(BudgetError::TooSmall { needed_bytes, .. }) =
-        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, false, 0)
+        Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::None, 0)
     else {
         panic!("accepted")
     };
-    let limits =
-        Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, false, needed_bytes as usize)
-            .unwrap();
+    let limits = Limits::new(
+        &table,
+        StateLayout::F32,
+        SHAPE,
+        |_| WORKSPACE,
+        Wait::None,
+        needed_bytes as usize,
+    )
+    .unwrap();
     assert!(!limits.spilled.contains(&true));
 }
 
@@ -87,7 +117,8 @@ fn what_stays_in_memory_fits_the_limit() {
     let table = table(9, true);
     let mut last = None;
     for ram_bytes in (0..24 << 20).step_by(100_000) {
-        let Ok(limits) = Limits::new(&table, StateLayout::F32, SHAPE, WORKSPACE, true, ram_bytes)
+        let Ok(limits) =
+            Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, ram_bytes)
         else {
             continue;
         };
@@ -100,4 +131,29 @@ fn what_stays_in_memory_fits_the_limit() {
         last = Some(limits);
     }
     assert!(last.is_some_and(|l| !l.spilled.contains(&true)));
+}
+
+#[test]
+fn layers_are_streamed_in_blocks_only_where_they_do_not_fit_whole() {
+    let config = ModelConfig::from_json(
+        r#"{"model_type":"llama","vocab_size":256,"hidden_size":256,"intermediate_size":6000,
+            "num_hidden_layers":4,"num_attention_heads":4,"tie_word_embeddings":true}"#,
+    );
+    let table = LayerTable::new(&config.unwrap());
+    let at = |ram| Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::None, ram);
+    let needed = match at(0) {
+        Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
+        other => panic!("{other:?}"),
+    };
+    let (attention, feed_forward) = (4 * 256 * 256 + 256, 3 * 256 * 6000 + 256);
+    let layer = attention + feed_forward;
+    let least = at(needed).unwrap();
+    assert_eq!((least.tiling, least.weight_bytes), (Tiling::Blocks, layer * 4));
+    assert_eq!((least.parked.len(), &least.piece_bytes[1]), (2 + 2 * 4, &least.piece_bytes[4]));
+    // They meet inside the first chunk, which is copied for both.
+    assert_eq!(least.piece_bytes[1][0], (layer + CHUNK_ELEMENTS) * 4);
+    assert_eq!(least.piece_bytes[1][1], (attention + CHUNK_ELEMENTS) * 4);
+    let plenty = at(1 << 30).unwrap();
+    assert_eq!((plenty.tiling, &plenty.piece_bytes[1]), (Tiling::Whole, &vec![layer * 4]));
+    assert_eq!(plenty.parked.len(), 2 + 4);
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use model::{Attempt, LayerId, Micro, Step};
+use model::{Attempt, LayerId, Micro, Stage, Step};
 
 use crate::{Policy, Visit, VisitId};
 
@@ -17,12 +17,13 @@ pub(super) struct Pass {
     pub(super) next_stream: usize,
     /// Index of the next visit whose work is enqueued at the device.
     pub(super) next_compute: usize,
-    /// Weight buffers in use: on their way or bound.
-    pub(super) buffers: usize,
-    /// Inputs of layers in RAM: made or on their way back, not yet used up or parked.
+    /// Bytes of weights on their way or bound, and their visits.
+    pub(super) weight_bytes: usize,
+    bound: usize,
+    /// Inputs of stages in RAM: made or on their way back, not yet used up or parked.
     pub(super) inputs: usize,
     streamed: Vec<VisitId>,
-    /// Microbatches of each layer whose input has left RAM, and has come back.
+    /// Microbatches of each stage whose input has left RAM, and has come back.
     parked: Vec<u32>,
     unparked: Vec<u32>,
     rows_ready: Vec<bool>,
@@ -39,7 +40,7 @@ impl Pass {
         visits: Vec<Visit>,
         locked: &[bool],
     ) -> Pass {
-        let layers = locked.len();
+        let stages = visits.iter().map(|visit| visit.stage.index() + 1).max().unwrap_or(0);
         Pass {
             step,
             attempt,
@@ -47,20 +48,23 @@ impl Pass {
             visits,
             next_stream: 0,
             next_compute: 0,
-            buffers: 0,
+            weight_bytes: 0,
+            bound: 0,
             inputs: 0,
             streamed: Vec::new(),
-            parked: vec![0; layers],
-            unparked: vec![0; layers],
+            parked: vec![0; stages],
+            unparked: vec![0; stages],
             rows_ready: vec![false; micros as usize],
             losses: vec![None; micros as usize],
             sums: locked.iter().map(|&locked| locked.then_some(0.0)).collect(),
         }
     }
 
-    pub(super) fn stream_issued(&mut self, takes_buffer: bool, inputs: usize) {
+    /// `weights`: bytes of the visit's tile, if it has one.
+    pub(super) fn stream_issued(&mut self, weights: Option<usize>, inputs: usize) {
         self.next_stream += 1;
-        self.buffers += usize::from(takes_buffer);
+        self.weight_bytes += weights.unwrap_or(0);
+        self.bound += usize::from(weights.is_some());
         self.inputs += inputs;
     }
 
@@ -73,9 +77,10 @@ impl Pass {
     }
 
     /// The device is done with a visit's weights and has used `inputs` up.
-    pub(super) fn unbound(&mut self, inputs: usize) {
-        assert!(self.buffers > 0, "a weight buffer was returned twice");
-        self.buffers -= 1;
+    pub(super) fn unbound(&mut self, weights: usize, inputs: usize) {
+        assert!(self.bound > 0 && self.weight_bytes >= weights, "weights were returned twice");
+        self.weight_bytes -= weights;
+        self.bound -= 1;
         self.free_inputs(inputs);
         let computed = self.next_compute as u32;
         self.streamed.retain(|v| v.0 >= computed);
@@ -86,21 +91,21 @@ impl Pass {
         self.inputs -= inputs;
     }
 
-    pub(super) fn parked(&mut self, layer: LayerId) {
-        self.parked[layer.index()] += 1;
+    pub(super) fn parked(&mut self, stage: Stage) {
+        self.parked[stage.index()] += 1;
         self.free_inputs(1);
     }
 
-    pub(super) fn is_parked(&self, layer: LayerId) -> bool {
-        self.parked[layer.index()] as usize == self.losses.len()
+    pub(super) fn is_parked(&self, stage: Stage) -> bool {
+        self.parked[stage.index()] as usize == self.losses.len()
     }
 
-    pub(super) fn unparked(&mut self, layer: LayerId) {
-        self.unparked[layer.index()] += 1;
+    pub(super) fn unparked(&mut self, stage: Stage) {
+        self.unparked[stage.index()] += 1;
     }
 
-    pub(super) fn is_unparked(&self, layer: LayerId) -> bool {
-        self.unparked[layer.index()] as usize == self.losses.len()
+    pub(super) fn is_unparked(&self, stage: Stage) -> bool {
+        self.unparked[stage.index()] as usize == self.losses.len()
     }
 
     pub(super) fn rows_ready(&mut self, micro: Micro) {
@@ -122,7 +127,7 @@ impl Pass {
     /// Done with its arithmetic, and with every buffer: the next pass has them all.
     pub(super) fn is_finished(&self) -> bool {
         let computed = self.losses.iter().all(Option::is_some);
-        computed && self.sums.iter().all(Option::is_some) && self.buffers == 0
+        computed && self.sums.iter().all(Option::is_some) && self.bound == 0
     }
 
     /// Sum over microbatches, in their order.

@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use model::{Attempt, LayerId, Step};
+use model::{Attempt, LayerId, PieceId, Step};
 
 use crate::Policy;
 
-/// Layers the optimizer works on at once: one is read while another one is written.
+/// Pieces the optimizer works on at once: one is read while another one is written.
 const UPDATES_IN_FLIGHT: usize = 2;
 
 #[derive(Debug)]
@@ -15,7 +15,7 @@ pub(super) struct Tail {
     pub(super) step: Step,
     pub(super) attempt: Attempt,
     pub(super) policy: Policy,
-    waiting: VecDeque<LayerId>,
+    waiting: VecDeque<PieceId>,
     in_flight: usize,
     /// By layer: not part of the step.
     locked: Arc<[bool]>,
@@ -57,25 +57,29 @@ impl Tail {
         (0..locked.len()).filter(move |&i| !locked[i]).map(|i| LayerId(i as u32))
     }
 
-    pub(super) fn enqueue(&mut self, layer: LayerId) {
+    pub(super) fn enqueue(&mut self, piece: PieceId) {
+        let layer = piece.layer;
         assert!(!self.locked[layer.index()], "layer {layer} is locked and has a gradient");
-        self.waiting.push_back(layer);
+        self.waiting.push_back(piece);
     }
 
-    pub(super) fn next_update(&mut self) -> Option<LayerId> {
+    pub(super) fn next_update(&mut self) -> Option<PieceId> {
         if self.in_flight >= UPDATES_IN_FLIGHT {
             return None;
         }
-        let layer = self.waiting.pop_front()?;
+        let piece = self.waiting.pop_front()?;
         self.in_flight += 1;
-        Some(layer)
+        Some(piece)
     }
 
-    pub(super) fn updated(&mut self, layer: LayerId, weights: f64) {
+    /// `whole`: the square sum of the layer's new weights, once all its pieces are written.
+    pub(super) fn updated(&mut self, layer: LayerId, whole: Option<f64>) {
         assert!(!self.updated[layer.index()], "layer {layer} was updated twice in one step");
-        self.updated[layer.index()] = true;
-        self.weights[layer.index()] = weights;
         self.in_flight -= 1;
+        if let Some(weights) = whole {
+            self.updated[layer.index()] = true;
+            self.weights[layer.index()] = weights;
+        }
     }
 
     pub(super) fn weights(&self) -> Arc<[f64]> {

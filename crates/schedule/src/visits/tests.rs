@@ -25,12 +25,12 @@ fn all_ops(visits: &[Visit], micros: u32) -> Vec<ComputeOp> {
 /// Runs the operations on names of tensors only, as the device would.
 #[derive(Default)]
 struct Names {
-    inputs: Vec<(LayerId, Micro)>,
-    /// Gradients on their way down, by the layer whose output they belong to.
-    down: Vec<(LayerId, Micro)>,
+    inputs: Vec<(Stage, Micro)>,
+    /// Gradients on their way down, by the stage whose output they belong to.
+    down: Vec<(Stage, Micro)>,
     dh: Vec<Micro>,
-    gradients: Vec<LayerId>,
-    taken: Vec<LayerId>,
+    gradients: Vec<PieceId>,
+    taken: Vec<PieceId>,
 }
 
 impl Names {
@@ -39,44 +39,43 @@ impl Names {
         from.remove(at.unwrap_or_else(|| panic!("{what:?} is not there")));
     }
 
-    fn run(&mut self, op: ComputeOp, source: LayerId, head: LayerId) {
-        let above = |layer: LayerId| LayerId(layer.0 + 1);
-        let below = |layer: LayerId| LayerId(layer.0 - 1);
+    fn run(&mut self, op: ComputeOp, piece: PieceId, head: Stage) {
+        let below = |stage: Stage| Stage(stage.0 - 1);
         match op {
-            ComputeOp::Embed { micro } => self.inputs.push((LayerId(1), micro)),
-            ComputeOp::Forward { layer, micro, .. } => {
-                assert!(self.inputs.contains(&(layer, micro)), "{op:?}");
-                self.inputs.push((above(layer), micro));
+            ComputeOp::Embed { micro } => self.inputs.push((Stage(1), micro)),
+            ComputeOp::Forward { stage, micro, .. } => {
+                assert!(self.inputs.contains(&(stage, micro)), "{op:?}");
+                self.inputs.push((stage.next(), micro));
             }
-            ComputeOp::Free { layer, micro } => Names::take(&mut self.inputs, &(layer, micro)),
+            ComputeOp::Free { stage, micro, .. } => Names::take(&mut self.inputs, &(stage, micro)),
             ComputeOp::HeadNorm { micro } => assert!(self.inputs.contains(&(head, micro))),
             ComputeOp::HeadScore { .. } | ComputeOp::HeadLoss { .. } => {}
             ComputeOp::HeadBackward { micro, gradient } => {
                 if !self.dh.contains(&micro) {
                     self.dh.push(micro);
                 }
-                self.gradients.extend(gradient.then_some(source));
+                self.gradients.extend(gradient.then_some(piece));
             }
             ComputeOp::HeadNormBackward { micro, gradient, dx } => {
                 Names::take(&mut self.dh, &micro);
                 Names::take(&mut self.inputs, &(head, micro));
-                self.gradients.extend(gradient.then_some(head));
+                self.gradients.extend(gradient.then_some(piece));
                 self.down.extend(dx.then(|| (below(head), micro)));
             }
-            ComputeOp::Backward { layer, micro, gradient, dx } => {
-                Names::take(&mut self.inputs, &(layer, micro));
-                Names::take(&mut self.down, &(layer, micro));
-                self.gradients.extend(gradient.then_some(layer));
-                self.down.extend(dx.then(|| (below(layer), micro)));
+            ComputeOp::Backward { stage, micro, gradient, dx, .. } => {
+                Names::take(&mut self.inputs, &(stage, micro));
+                Names::take(&mut self.down, &(stage, micro));
+                self.gradients.extend(gradient.then_some(piece));
+                self.down.extend(dx.then(|| (below(stage), micro)));
             }
             ComputeOp::EmbedBackward { micro } => {
-                Names::take(&mut self.down, &(LayerId(0), micro));
-                self.gradients.push(LayerId(0));
+                Names::take(&mut self.down, &(Stage(0), micro));
+                self.gradients.push(piece);
             }
-            ComputeOp::TakeGradient { layer, .. } => {
-                assert!(self.gradients.contains(&layer), "{op:?}");
-                self.gradients.retain(|have| *have != layer);
-                self.taken.push(layer);
+            ComputeOp::TakeGradient { piece, .. } => {
+                assert!(self.gradients.contains(&piece), "{op:?}");
+                self.gradients.retain(|have| *have != piece);
+                self.taken.push(piece);
             }
         }
     }
@@ -84,25 +83,30 @@ impl Names {
 
 #[test]
 fn exactly_the_unlocked_layers_have_gradients_and_nothing_is_left_over() {
-    for (layers, tied, micros) in [(1, true, 1), (1, false, 2), (3, true, 2), (3, false, 1)] {
+    let tilings = [Tiling::Whole, Tiling::Blocks];
+    let models = [(1, true, 1), (1, false, 2), (3, true, 2), (3, false, 1)];
+    for ((layers, tied, micros), tiling) in
+        models.into_iter().flat_map(|model| tilings.map(|tiling| (model, tiling)))
+    {
         let table = table(layers, tied);
+        let head = Stage(table.stages(tiling) as u32 - 1);
         for locked in every_lock(table.len()) {
-            let visits = sweep(&table, &locked);
+            let visits = sweep(&table, tiling, &locked);
             let mut names = Names::default();
             for visit in &visits {
-                let source = match &visit.need {
-                    Need::Tile(tile) => tile.source,
-                    Need::Nothing | Need::EmbeddingRows => visit.layer,
-                };
                 for op in ops(visit, micros, |_| true, |_| false) {
-                    names.run(op, source, table.head());
+                    names.run(op, visit.piece, head);
                 }
             }
-            let mut taken = names.taken.clone();
-            taken.sort_unstable();
-            let unlocked = (0..table.len()).filter(|&l| !locked[l]);
-            let unlocked: Vec<_> = unlocked.map(|l| LayerId(l as u32)).collect();
-            assert_eq!(taken, unlocked, "{locked:?}");
+            // Of each layer its pieces in their order, layers from the top down.
+            let unlocked = (0..table.len()).rev().filter(|&l| !locked[l]);
+            let of = |l: usize| {
+                let layer = LayerId(l as u32);
+                let count = table.pieces(layer, tiling).len() as u32;
+                (0..count).map(move |part| PieceId { layer, part })
+            };
+            let unlocked: Vec<_> = unlocked.flat_map(of).collect();
+            assert_eq!(names.taken, unlocked, "{locked:?}");
             let left = (&names.inputs, &names.down, &names.dh, &names.gradients);
             assert!(left.0.is_empty() && left.1.is_empty(), "{locked:?}: {left:?}");
             assert!(left.2.is_empty() && left.3.is_empty(), "{locked:?}: {left:?}");
@@ -115,7 +119,7 @@ fn backward_ends_at_the_lowest_layer_that_trains() {
     let table = table(4, true);
     for locked in every_lock(table.len()) {
         let lowest = locked.iter().position(|l| !l).unwrap();
-        let visits = sweep(&table, &locked);
+        let visits = sweep(&table, Tiling::Whole, &locked);
         let backward = |v: &&Visit| matches!(v.kind, VisitKind::Backward);
         let visited: Vec<usize> = visits.iter().filter(backward).map(|v| v.layer.index()).collect();
         let wanted: Vec<usize> = (lowest.max(1)..table.len() - 1).rev().collect();
@@ -136,7 +140,7 @@ fn backward_ends_at_the_lowest_layer_that_trains() {
 #[test]
 fn a_tied_projection_locks_with_the_embedding() {
     let head_gradients = |tied: bool, locked: [bool; 3]| {
-        let ops = all_ops(&sweep(&table(1, tied), &locked), 1);
+        let ops = all_ops(&sweep(&table(1, tied), Tiling::Whole, &locked), 1);
         let of = |op: &ComputeOp| match op {
             ComputeOp::HeadBackward { gradient, .. } => Some(*gradient),
             _ => None,
@@ -156,5 +160,5 @@ fn a_tied_projection_locks_with_the_embedding() {
 #[test]
 #[should_panic(expected = "every layer is locked")]
 fn a_step_without_a_layer_to_train_is_a_programmers_error() {
-    sweep(&table(1, true), &[true; 3]);
+    sweep(&table(1, true), Tiling::Whole, &[true; 3]);
 }

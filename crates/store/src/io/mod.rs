@@ -352,12 +352,28 @@ pub(crate) fn write_block(
     bytes: &Arc<HostBytes>,
     done: IoDone,
 ) {
-    let pieces = piece_lengths(bytes.len());
+    write_range(io, file, offset, (bytes, 0..bytes.len()), done);
+}
+
+/// [`write_block`] for a part of one.
+pub(crate) fn write_range(
+    io: &dyn Io,
+    file: FileId,
+    offset: u64,
+    (bytes, range): (&Arc<HostBytes>, Range<usize>),
+    done: IoDone,
+) {
+    let pieces = piece_lengths(range.len());
     let fan = fan_in(pieces.len(), done);
     let mut start = 0;
     for len in pieces {
-        let (bytes, range) = (Arc::clone(bytes), start..start + len);
-        let op = Op::Write { file, offset: offset + start as u64, bytes, range };
+        let part = range.start + start..range.start + start + len;
+        let op = Op::Write {
+            file,
+            offset: offset + start as u64,
+            bytes: Arc::clone(bytes),
+            range: part,
+        };
         io.submit(op, fan.branch());
         start += len;
     }

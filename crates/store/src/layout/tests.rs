@@ -106,7 +106,7 @@ proptest! {
                 prop_assert!(state_bytes(layer, layout.state()) > 0);
                 prop_assert!(is_plain_name(&layer.name));
                 if layout.table.elements() < 1 << 20 {
-                    layout.table.tiles(layer.id);
+                    layout.table.tiles(layer.id, model::Tiling::Blocks);
                 }
             }
         }

@@ -238,7 +238,8 @@ fn scratch_keeps_places_apart_and_leaves_nothing() {
         for place in 0..2u8 {
             let mut block = model::HostBytes::zeroed(len);
             block.bytes_mut().fill(place + 1);
-            blocking(|done| scratch.write(u64::from(place) * stride, block, done)).unwrap();
+            let whole = (&Arc::new(block), 0..len);
+            blocking(|done| scratch.write(u64::from(place) * stride, whole, done)).unwrap();
         }
         for place in 0..2u8 {
             let start = u64::from(place) * stride;
