@@ -149,7 +149,8 @@ fn every_budget_that_fits_gives_the_same_bits() {
 }
 
 /// Pieces of gradients that meet inside chunks: of layers that do not fit whole into the least
-/// budget, and of a head of several tiles.
+/// budget, of a head of several tiles, and of one that is tied, whose gradient waits on the disk for
+/// the embedding's.
 #[test]
 fn layers_in_blocks_and_heads_in_tiles_give_the_bits_of_whole_layers() {
     const PLENTY: Option<&str> = Some("1G");
@@ -157,12 +158,17 @@ fn layers_in_blocks_and_heads_in_tiles_give_the_bits_of_whole_layers() {
     let text = lab.text("text.txt", 20);
     let shape = "--steps 2 --seq-len 16 --batch-rows 2 --micro-rows 1 --lr 1e-3".split(' ');
     let shape: Vec<&str> = shape.chain(["--data", &text]).collect();
-    for (ffn, vocabulary, clip) in [(6000, 300, "layer:0.05"), (64, 17_000, "none")] {
+    let models = [
+        (6000, 300, false, "layer:0.05"),
+        (64, 17_000, false, "none"),
+        (64, 17_000, true, "layer:0.05"),
+    ];
+    for (ffn, vocabulary, tied, clip) in models {
         let config = format!(
             r#"{{"model_type":"llama","vocab_size":{vocabulary},"hidden_size":256,
                 "intermediate_size":{ffn},"num_hidden_layers":2,"num_attention_heads":4,
                 "num_key_value_heads":2,"max_position_embeddings":64,
-                "tie_word_embeddings":false}}"#
+                "tie_word_embeddings":{tied}}}"#
         );
         let config = lab.write("config.json", config);
         let mut want = None;

@@ -37,9 +37,10 @@ fn ways(point: &str) -> &'static [&'static str] {
         Some(("io", "read")) => &["eio", "abort", "short", "delay=3"],
         Some(("io", _)) => &["eio", "abort", "eacces"],
         Some(("run" | "node", _)) => &["panic", "abort", "exit", "delay=3"],
-        Some(("optimizer", "chunk_read" | "gradient_read" | "chunk_written")) => {
-            &["panic", "abort", "delay=3"]
-        }
+        Some((
+            "optimizer",
+            "chunk_read" | "gradient_read" | "spilled_read" | "summed" | "chunk_written",
+        )) => &["panic", "abort", "delay=3"],
         _ => &["panic", "lost", "abort", "delay=3"],
     }
 }

@@ -167,6 +167,8 @@ fn limits(setup: &Setup, table: &LayerTable) -> Limits {
     let parks = |stage: usize| setup.tight && (1..stages - 1).contains(&stage);
     let pieces = |layer: usize| vec![1; table.pieces(LayerId(layer as u32), setup.tiling).len()];
     let pieces: Vec<Vec<usize>> = (0..layers).map(pieces).collect();
+    let (defers, tied) = (setup.updates.wait(Wait::None) == Wait::Model, pieces[0].len() > 1);
+    let spills = |layer: usize| setup.tight && if layer > 0 { defers } else { tied };
     let most = match setup.fused_wait {
         Wait::Layer => pieces.iter().map(Vec::len).max().unwrap(),
         Wait::None | Wait::Model => 1,
@@ -182,9 +184,7 @@ fn limits(setup: &Setup, table: &LayerTable) -> Limits {
         gradient_bytes: if setup.tight { 1 + most.max(2) } else { 2 * pieces.concat().len() },
         layer_gradient_bytes: vec![1; layers],
         piece_bytes: pieces,
-        spilled: (0..layers)
-            .map(|l| l > 0 && setup.tight && setup.updates.wait(Wait::None) == Wait::Model)
-            .collect(),
+        spilled: (0..layers).map(spills).collect(),
         kept: 0,
         kept_logits: 0,
         optimizer_chunks: 4,

@@ -71,7 +71,7 @@ pub(crate) const MESSAGES: [Messages; 5] = [
     Messages {
         actor: "optimizer",
         requests: &["measure", "update", "drain"],
-        others: &["chunk_read", "gradient_read", "chunk_written"],
+        others: &["chunk_read", "gradient_read", "spilled_read", "summed", "chunk_written"],
     },
 ];
 
@@ -144,7 +144,7 @@ impl ComputeRequest {
             | Command::HeadBackward { .. }
             | Command::HeadNormBackward { .. }
             | Command::EmbedBackward { .. } => "backward",
-            Command::TakeGradient { .. } => "take_gradient",
+            Command::TakeGradient { .. } | Command::TakeRows => "take_gradient",
             Command::Clear => "clear",
         }
     }
@@ -158,6 +158,8 @@ impl OptimizerMessage {
             OptimizerMessage::Drain { .. } => "drain",
             OptimizerMessage::ChunkRead { .. } => "chunk_read",
             OptimizerMessage::GradientRead { .. } => "gradient_read",
+            OptimizerMessage::SpilledRead { .. } => "spilled_read",
+            OptimizerMessage::Summed { .. } => "summed",
             OptimizerMessage::ChunkWritten { .. } => "chunk_written",
         }
     }

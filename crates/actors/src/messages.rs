@@ -95,6 +95,8 @@ pub(crate) struct UpdateJob {
     pub(crate) step: Step,
     pub(crate) attempt: Attempt,
     pub(crate) piece: PieceId,
+    /// The layer's last one.
+    pub(crate) last: bool,
     pub(crate) from: Slot,
     pub(crate) to: Slot,
     pub(crate) prepared: optim::Prepared,
@@ -121,7 +123,8 @@ pub(crate) struct UpdatedLayer {
 #[derive(Debug)]
 pub(crate) enum OptimizerMessage {
     /// Take the gradient of a piece over, `elements` of its layer, to `scratch/` if `spill`; the
-    /// last piece of a layer to be measured answers the layer's sum of squares.
+    /// last piece of a layer to be measured answers the layer's sum of squares. What an embedding
+    /// that is tied gets from the head is measured with the rows that tokens touched.
     Measure {
         attempt: Attempt,
         piece: PieceId,
@@ -130,8 +133,8 @@ pub(crate) enum OptimizerMessage {
         spill: bool,
         reply: Reply<Option<f64>>,
     },
-    /// Apply a measured gradient. The last piece of a layer to be written answers what the layer
-    /// came to.
+    /// Apply a measured gradient. The last piece of a layer answers, when all of them are written,
+    /// what the layer came to.
     Update {
         job: UpdateJob,
         reply: Reply<Option<UpdatedLayer>>,
@@ -150,6 +153,17 @@ pub(crate) enum OptimizerMessage {
         job: UpdateJob,
         chunk: usize,
         result: Result<HostBytes, Failure>,
+    },
+    /// A spilled gradient's part of a chunk, to be measured with the rows that add to it.
+    SpilledRead {
+        attempt: Attempt,
+        chunk: usize,
+        result: Result<HostBytes, Failure>,
+    },
+    /// A chunk is measured with its rows. `sum`: of the squares of the whole layer.
+    Summed {
+        attempt: Attempt,
+        sum: Option<f64>,
     },
     /// Computed and written, or one of the two failed.
     ChunkWritten {

@@ -442,7 +442,8 @@ impl NodeActor {
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
         let rounding = optim::rounding_key(self.seed, u64::from(layer.0), t);
-        let job = UpdateJob { step, attempt, piece, from, to, prepared, t, rounding };
+        let last = piece.part as usize + 1 == self.table.pieces(layer, self.tiling).len();
+        let job = UpdateJob { step, attempt, piece, last, from, to, prepared, t, rounding };
         self.load.optimizing += 1;
         self.updates.insert(piece, Instant::now());
         let directory = self.directory.clone();

@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use compute::Gradient;
 use kameo::prelude::*;
-use model::{Attempt, Budget, CHUNK_BYTES, CHUNK_ELEMENTS, LayerId, LayerTable, PieceId};
+use model::{
+    Attempt, Budget, CHUNK_BYTES, CHUNK_ELEMENTS, HostBytes, LayerId, LayerTable, PieceId,
+};
 use optim::NormTree;
 use rayon::ThreadPool;
 use store::{StateChunk, TrainingStore};
@@ -30,7 +32,7 @@ mod rate;
 mod shadow;
 
 use chunk::{GradientPart, Rule};
-use pieces::{Pieces, Section};
+use pieces::{Norms, Pieces, Section};
 pub use rate::optimizer_rate;
 pub use shadow::Shadow;
 
@@ -59,6 +61,9 @@ pub(crate) struct OptimizerActor {
     pieces: Pieces,
     /// Taken over, not yet applied: the chunks of each piece.
     gradients: BTreeMap<(Attempt, PieceId), VecDeque<Held>>,
+    /// Rows of an embedding's gradient that tokens touched.
+    rows: BTreeMap<Attempt, Arc<Gradient>>,
+    summing: Option<Summing>,
     /// Chunks that wait for their state or their gradient.
     halves: BTreeMap<(Attempt, LayerId, usize), Half>,
     jobs: VecDeque<Progress>,
@@ -68,10 +73,27 @@ pub(crate) struct OptimizerActor {
     in_flight: usize,
 }
 
-/// A chunk whose gradient is there: in RAM, or else in `scratch/`.
+/// A chunk whose gradient is there.
+#[derive(Clone)]
 struct Held {
     chunk: usize,
-    gradient: Option<Arc<Gradient>>,
+    dense: Dense,
+}
+
+/// Where the values of a chunk's parameters are, beside rows.
+#[derive(Clone)]
+enum Dense {
+    None,
+    Ram(Arc<Gradient>),
+    Spilled,
+}
+
+/// An embedding that is tied, while its gradient is measured with the rows that add to it.
+struct Summing {
+    attempt: Attempt,
+    waiting: VecDeque<Held>,
+    norms: Arc<Norms>,
+    reply: Option<Reply<Option<f64>>>,
 }
 
 /// What a chunk is computed from, as far as it has arrived.
@@ -94,6 +116,8 @@ struct Written {
     chunks: usize,
     /// Squares of the new weights by chunk.
     weights: Vec<NormTree>,
+    /// The last piece is done, and asks what the layer comes to.
+    asked: Option<Reply<Option<UpdatedLayer>>>,
 }
 
 impl Actor for OptimizerActor {
@@ -109,6 +133,8 @@ impl Actor for OptimizerActor {
             args,
             pieces: Pieces::default(),
             gradients: BTreeMap::new(),
+            rows: BTreeMap::new(),
+            summing: None,
             halves: BTreeMap::new(),
             jobs: VecDeque::new(),
             layers: BTreeMap::new(),
@@ -136,9 +162,14 @@ impl Message<OptimizerMessage> for OptimizerActor {
                 self.arrived(job, chunk, result, |half, state| half.state = Some(state));
             }
             OptimizerMessage::GradientRead { job, chunk, result } => {
-                let keep = |bytes| GradientPart::Read(bytes);
+                let rows = self.rows_of(job.attempt, job.piece.layer);
+                let keep = |bytes| GradientPart { dense: Some(read_back(chunk, bytes)), rows };
                 self.arrived(job, chunk, result, |half, b| half.gradient = Some(keep(b)));
             }
+            OptimizerMessage::SpilledRead { attempt, chunk, result } => {
+                self.spilled_read(attempt, chunk, result);
+            }
+            OptimizerMessage::Summed { attempt, sum } => self.summed(attempt, sum),
             OptimizerMessage::ChunkWritten { job, chunk, result } => {
                 self.written(job, chunk, result);
             }
@@ -157,26 +188,31 @@ impl OptimizerActor {
         spill: bool,
         reply: Reply<Option<f64>>,
     ) {
+        let Gradient::Dense { first, values } = gradient else {
+            return self.measure_rows((attempt, piece), Arc::new(gradient), reply);
+        };
         let layer = (attempt, piece.layer, self.args.table.layer(piece.layer).elements());
-        let (sections, norms) = match self.pieces.cut(layer, elements, gradient, &self.args.budget)
-        {
+        let cut = self.pieces.cut(layer, elements, (first, values), &self.args.budget);
+        let (sections, norms) = match cut {
             Ok(cut) => cut,
             Err(error) => return reply.send(Err(error.into())),
         };
-        let keep = |section: &Section| (!spill).then(|| Arc::clone(&section.gradient));
-        let chunks = |section: &Section| {
-            let gradient = keep(section);
-            let held = move |chunk| Held { chunk, gradient: gradient.clone() };
+        let held = |section: &Section| {
+            let dense = match spill {
+                true => Dense::Spilled,
+                false => Dense::Ram(Arc::clone(&section.gradient)),
+            };
+            let held = move |chunk| Held { chunk, dense: dense.clone() };
             section.chunks.clone().map(held).collect::<Vec<_>>()
         };
-        let held = sections.iter().flat_map(chunks).collect();
-        self.gradients.insert((attempt, piece), held);
+        self.gradients.insert((attempt, piece), sections.iter().flat_map(held).collect());
+        let measured_now = piece.layer != self.args.table.embedding();
         let passage = self.args.gate.enter();
         let (directory, start) = (self.args.directory.clone(), self.args.map.gradient(piece.layer));
         self.args.threads.spawn(move || {
-            let sums = sections.iter().map(|section| norms.measure(section));
+            let now = sections.iter().filter(|_| measured_now);
             // Whoever measures the layer's last section knows its sum.
-            let sum = sums.fold(None, Option::or);
+            let sum = now.map(|section| norms.measure(section)).fold(None, Option::or);
             if spill {
                 spill_sections(&directory, start, sections, sum, reply);
             } else {
@@ -186,36 +222,135 @@ impl OptimizerActor {
         });
     }
 
+    /// Rows are the embedding's last piece, and add to the others where it has any.
+    fn measure_rows(
+        &mut self,
+        (attempt, piece): (Attempt, PieceId),
+        rows: Arc<Gradient>,
+        reply: Reply<Option<f64>>,
+    ) {
+        self.rows.insert(attempt, Arc::clone(&rows));
+        let others = (0..piece.part).map(|part| (attempt, PieceId { part, ..piece }));
+        let others: Option<Vec<_>> = others.map(|key| self.gradients.get(&key)).collect();
+        let Some(others) = others else { return reply.send(Err(Failure::Lost)) };
+        let waiting: VecDeque<Held> = others.into_iter().flatten().cloned().collect();
+        let elements = self.args.table.layer(piece.layer).elements();
+        if piece.part > 0 {
+            self.gradients.insert((attempt, piece), VecDeque::new());
+            let (norms, reply) = (Arc::new(Norms::new(elements)), Some(reply));
+            self.summing = Some(Summing { attempt, waiting, norms, reply });
+            return;
+        }
+        let all = (0..self.args.store.chunks(piece.layer))
+            .map(|chunk| Held { chunk, dense: Dense::None });
+        self.gradients.insert((attempt, piece), all.collect());
+        let passage = self.args.gate.enter();
+        self.args.threads.spawn(move || {
+            reply.send(Ok(Some(chunk::sum_of_rows(&rows))));
+            drop(passage);
+        });
+    }
+
     fn enqueue(&mut self, job: UpdateJob, reply: Reply<Option<UpdatedLayer>>) {
         let Some(waiting) = self.gradients.remove(&(job.attempt, job.piece)) else {
             // It died with the incarnation before; the attempt ends.
             return reply.send(Err(Failure::Lost));
         };
-        if waiting.is_empty() {
-            // All of it lies in a chunk that belongs to a lower piece.
-            return reply.send(Ok(None));
-        }
         let left = waiting.len();
+        if left == 0 {
+            // Its chunks belong to other pieces.
+            return self.done(job, reply);
+        }
         self.jobs.push_back(Progress { job, waiting, left, reply: Some(reply) });
     }
 
-    /// Starts reads while chunks are free.
+    /// Starts reads while chunks are free; measuring, which holds the norm up, goes first.
     fn advance(&mut self) {
         while self.in_flight < self.args.chunks_in_flight {
+            if let Some((attempt, held)) = self.next_sum() {
+                self.in_flight += 1;
+                self.start_sum(attempt, held);
+                continue;
+            }
             let next = |p: &mut Progress| Some((p.job, p.waiting.pop_front()?));
-            let Some((job, Held { chunk, gradient })) = self.jobs.iter_mut().find_map(next) else {
-                break;
-            };
+            let Some((job, held)) = self.jobs.iter_mut().find_map(next) else { break };
             self.in_flight += 1;
-            self.start_chunk(job, chunk, gradient.map(GradientPart::Whole));
+            self.start_chunk(job, held);
         }
     }
 
-    /// `gradient`: `None` if it has to be read back.
-    fn start_chunk(&mut self, job: UpdateJob, chunk: usize, gradient: Option<GradientPart>) {
-        if gradient.is_none() {
-            self.read_gradient(job, chunk);
+    fn next_sum(&mut self) -> Option<(Attempt, Held)> {
+        let summing = self.summing.as_mut()?;
+        Some((summing.attempt, summing.waiting.pop_front()?))
+    }
+
+    fn start_sum(&mut self, attempt: Attempt, Held { chunk, dense }: Held) {
+        let layer = self.args.table.embedding();
+        if let Dense::Ram(dense) = dense {
+            return self.sum(attempt, chunk, dense);
         }
+        let directory = self.args.directory.clone();
+        let reply = Reply::new(move |result| {
+            let read = OptimizerMessage::SpilledRead { attempt, chunk, result };
+            directory.optimizer().post(read);
+        });
+        self.read_scratch(layer, chunk, reply);
+    }
+
+    fn spilled_read(&mut self, attempt: Attempt, chunk: usize, result: Result<HostBytes, Failure>) {
+        let Some(summing) = self.summing.as_mut().filter(|s| s.attempt == attempt) else { return };
+        match result {
+            Ok(bytes) => self.sum(attempt, chunk, read_back(chunk, bytes)),
+            // The abort that follows clears the rest.
+            Err(failure) => {
+                if let Some(reply) = summing.reply.take() {
+                    reply.send(Err(failure));
+                }
+            }
+        }
+    }
+
+    /// Measures a chunk with its rows on the pool.
+    fn sum(&mut self, attempt: Attempt, chunk: usize, dense: Arc<Gradient>) {
+        let Some(summing) = self.summing.as_ref().filter(|s| s.attempt == attempt) else { return };
+        let (norms, directory) = (Arc::clone(&summing.norms), self.args.directory.clone());
+        let rows = self.rows_of(attempt, self.args.table.embedding());
+        let passage = self.args.gate.enter();
+        self.args.threads.spawn(move || {
+            let part = GradientPart { dense: Some(dense), rows };
+            let sum = norms.measure_chunk(chunk, &part);
+            drop(part);
+            directory.optimizer().post(OptimizerMessage::Summed { attempt, sum });
+            drop(passage);
+        });
+    }
+
+    fn summed(&mut self, attempt: Attempt, sum: Option<f64>) {
+        let Some(summing) = self.summing.as_mut().filter(|s| s.attempt == attempt) else { return };
+        self.in_flight -= 1;
+        if sum.is_some() {
+            if let Some(reply) = summing.reply.take() {
+                reply.send(Ok(sum));
+            }
+            self.summing = None;
+        }
+    }
+
+    fn rows_of(&self, attempt: Attempt, layer: LayerId) -> Option<Arc<Gradient>> {
+        let rows = self.rows.get(&attempt).filter(|_| layer == self.args.table.embedding());
+        rows.map(Arc::clone)
+    }
+
+    fn start_chunk(&mut self, job: UpdateJob, Held { chunk, dense }: Held) {
+        let rows = self.rows_of(job.attempt, job.piece.layer);
+        let gradient = match dense {
+            Dense::None => Some(GradientPart { dense: None, rows }),
+            Dense::Ram(dense) => Some(GradientPart { dense: Some(dense), rows }),
+            Dense::Spilled => {
+                self.read_gradient(job, chunk);
+                None
+            }
+        };
         let half = Half { state: None, gradient };
         self.halves.insert((job.attempt, job.piece.layer, chunk), half);
         let directory = self.args.directory.clone();
@@ -231,7 +366,10 @@ impl OptimizerActor {
         let reply = Reply::new(move |result| {
             directory.optimizer().post(OptimizerMessage::GradientRead { job, chunk, result });
         });
-        let layer = job.piece.layer;
+        self.read_scratch(job.piece.layer, chunk, reply);
+    }
+
+    fn read_scratch(&self, layer: LayerId, chunk: usize, reply: Reply<HostBytes>) {
         let start = self.args.map.gradient(layer) + (chunk * CHUNK_BYTES) as u64;
         let len = self.args.store.chunk_elements(layer, chunk).len() * 4;
         self.args.directory.store().post(StoreRequest::ReadScratch { start, len, reply });
@@ -274,35 +412,44 @@ impl OptimizerActor {
             Err(failure) => return self.fail(job, failure),
         };
         self.in_flight -= 1;
-        let layer = self.written_to(job, chunk, weights);
+        let layer = self.layer(job);
+        layer.chunks += 1;
+        if let Some(weights) = weights {
+            layer.weights[chunk] = *weights;
+        }
         self.jobs[at].left -= 1;
         if self.jobs[at].left > 0 {
             return;
         }
-        let Some(Progress { reply: Some(reply), .. }) = self.jobs.remove(at) else { return };
-        match layer {
-            None => reply.send(Ok(None)),
-            Some(weights) => self.finish(job, weights, reply),
+        if let Some(Progress { reply: Some(reply), .. }) = self.jobs.remove(at) {
+            self.done(job, reply);
         }
     }
 
-    /// The square sum of the layer's new weights once all its chunks are written, zero if nobody
-    /// asked.
-    fn written_to(&mut self, job: UpdateJob, chunk: usize, weights: ChunkWeights) -> Option<f64> {
-        let layer = job.piece.layer;
-        let chunks = self.args.store.chunks(layer);
-        let trees = vec![NormTree::new(); if self.args.weigh { chunks } else { 0 }];
-        let key = (job.attempt, layer);
-        let fresh = Written { chunks: 0, weights: trees };
-        let written = self.layers.entry(key).or_insert(fresh);
-        written.chunks += 1;
-        if let Some(weights) = weights {
-            written.weights[chunk] = *weights;
+    fn layer(&mut self, job: UpdateJob) -> &mut Written {
+        let chunks = if self.args.weigh { self.args.store.chunks(job.piece.layer) } else { 0 };
+        let weights = vec![NormTree::new(); chunks];
+        let fresh = Written { chunks: 0, weights, asked: None };
+        self.layers.entry((job.attempt, job.piece.layer)).or_insert(fresh)
+    }
+
+    /// A piece's chunks are written. The last piece waits for the others.
+    fn done(&mut self, job: UpdateJob, reply: Reply<Option<UpdatedLayer>>) {
+        let (layer, key) = (job.piece.layer, (job.attempt, job.piece.layer));
+        match job.last {
+            true => self.layer(job).asked = Some(reply),
+            false => reply.send(Ok(None)),
         }
-        if written.chunks < chunks {
-            return None;
+        let whole = self.layer(job).chunks == self.args.store.chunks(layer);
+        if !whole || self.layer(job).asked.is_none() {
+            return;
         }
-        self.layers.remove(&key).map(|written| chunk::join(&written.weights))
+        if layer == self.args.table.embedding() {
+            self.rows.remove(&job.attempt);
+        }
+        if let Some(Written { weights, asked: Some(reply), .. }) = self.layers.remove(&key) {
+            self.finish(job, chunk::join(&weights), reply);
+        }
     }
 
     fn finish(&self, job: UpdateJob, weights: f64, reply: Reply<Option<UpdatedLayer>>) {
@@ -332,10 +479,17 @@ impl OptimizerActor {
         self.layers.clear();
         self.pieces.clear();
         self.gradients.clear();
+        self.rows.clear();
+        self.summing = None;
         self.halves.clear();
         self.in_flight = 0;
         self.args.gate.when_empty(reply);
     }
+}
+
+/// A chunk's own gradient, read back from `scratch/`.
+fn read_back(chunk: usize, values: HostBytes) -> Arc<Gradient> {
+    Arc::new(Gradient::Dense { first: chunk * CHUNK_ELEMENTS, values })
 }
 
 /// Runs on the pool: hands sections to the disk; `sum` is the answer when all are written.

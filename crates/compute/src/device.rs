@@ -136,17 +136,21 @@ pub enum Command {
         h: TensorId,
         token: usize,
     },
-    /// Adds `dy[t]` to row `tokens[t]` of the embedding's gradient. Consumes `dy`.
+    /// Adds `dy[t]` to row `tokens[t]` of the rows of the embedding's gradient that tokens touch.
+    /// Consumes `dy`.
     EmbedBackward {
         tokens: Arc<[u32]>,
         dy: TensorId,
     },
-    /// Moves the complete gradient of a piece of a layer to the host: of `elements`, as
-    /// [`LayerTable::pieces`](model::LayerTable::pieces) names them. Outcome: `Gradient`.
+    /// Moves the complete gradient of a tile to the host, `elements` of its source layer. Outcome:
+    /// `Gradient::Dense`.
     TakeGradient {
         layer: LayerId,
         elements: Range<usize>,
     },
+    /// Moves the rows of the embedding's gradient to the host that tokens touched; where it is tied,
+    /// they add to those of the head's tiles. Outcome: `Gradient::Rows`.
+    TakeRows,
     /// Drops every tensor, weight, kept activation and gradient: an attempt was aborted.
     Clear,
 }
@@ -171,6 +175,7 @@ impl Command {
             | Command::HeadLoss { .. }
             | Command::EmbedBackward { .. }
             | Command::TakeGradient { .. }
+            | Command::TakeRows
             | Command::Clear => None,
         }
     }

@@ -123,9 +123,6 @@ pub struct TileSpec {
     pub source: LayerId,
     /// Elements inside the source layer's block.
     pub elements: Range<usize>,
-    /// Elements of the source layer whose gradient is complete at once: the tile's own, or all of
-    /// an embedding that is tied.
-    pub gradient: Range<usize>,
     /// Vocabulary rows of a head tile; empty for a layer that is one tile.
     pub vocabulary: Range<usize>,
 }
@@ -269,17 +266,30 @@ impl LayerTable {
     }
 
     /// Elements of a layer whose gradients are complete at once, in the order in which backward
-    /// completes them: from the layer's end down.
+    /// completes them: one for each tile, from the layer's end down. The last one of an embedding
+    /// is the rows that tokens touched; where it is tied, they add to what the head's tiles gave.
     pub fn pieces(&self, id: LayerId, tiling: Tiling) -> Vec<Range<usize>> {
-        let tiles = self.tiles(id, tiling).into_iter().rev();
-        tiles.filter(|tile| tile.source == id).map(|tile| tile.gradient).collect()
+        let spec = self.layer(id);
+        let tiles = match spec.kind {
+            LayerKind::Embedding => self.tiles(self.head(), tiling),
+            LayerKind::Decoder | LayerKind::Head => self.tiles(id, tiling),
+        };
+        let of_tiles = tiles.into_iter().rev().filter(|tile| tile.source == id);
+        let rows = (spec.kind == LayerKind::Embedding).then_some(0..spec.elements());
+        of_tiles.map(|tile| tile.elements).chain(rows).collect()
     }
 
-    /// The piece that a tile's gradient is part of.
+    /// The piece that is a tile's gradient.
     pub fn piece_of(&self, tile: &TileSpec, tiling: Tiling) -> PieceId {
         let pieces = self.pieces(tile.source, tiling);
-        let part = pieces.iter().position(|piece| *piece == tile.gradient);
+        let part = pieces.iter().position(|piece| *piece == tile.elements);
         PieceId { layer: tile.source, part: part.unwrap_or(0) as u32 }
+    }
+
+    /// The piece that is the rows of the embedding that tokens touched.
+    pub fn rows_piece(&self, tiling: Tiling) -> PieceId {
+        let layer = self.embedding();
+        PieceId { layer, part: self.pieces(layer, tiling).len() as u32 - 1 }
     }
 
     /// Number of stages of the forward sweep, embedding and head included.
@@ -302,14 +312,7 @@ impl LayerTable {
             let vocabulary = first..(first + rows).min(self.vocab_size);
             let at = |row: usize| start + row * self.hidden_size;
             let elements = at(vocabulary.start)..at(vocabulary.end);
-            let whole = 0..self.layer(source).elements();
-            TileSpec {
-                id: TileId(i as u32 + 1),
-                source,
-                gradient: if self.tied { whole } else { elements.clone() },
-                elements,
-                vocabulary,
-            }
+            TileSpec { id: TileId(i as u32 + 1), source, elements, vocabulary }
         });
         std::iter::once(norm).chain(projection).collect()
     }
@@ -352,8 +355,7 @@ fn vocab_tile_rows(hidden_size: usize) -> usize {
 }
 
 fn own_tile(layer: &LayerSpec, id: TileId, elements: Range<usize>) -> TileSpec {
-    let gradient = elements.clone();
-    TileSpec { id, source: layer.id, elements, gradient, vocabulary: 0..0 }
+    TileSpec { id, source: layer.id, elements, vocabulary: 0..0 }
 }
 
 fn layer(id: usize, kind: LayerKind, name: String, tensors: Tensors) -> LayerSpec {

@@ -80,7 +80,8 @@ pub struct Limits {
     pub layer_gradient_bytes: Vec<usize>,
     /// By layer and piece: what it takes in RAM.
     pub piece_bytes: Vec<Vec<usize>>,
-    /// By layer: its gradient waits for the optimizer in `scratch/`.
+    /// By layer: its gradient waits in `scratch/`, for the norm of the model or, an embedding's, for
+    /// the rows that tokens touched.
     pub spilled: Vec<bool>,
     /// Microbatches of tiles of the decoder whose inner activations are kept for backward.
     pub kept: usize,
@@ -110,8 +111,9 @@ const COMPANIONS: usize = 4;
 impl Limits {
     /// Shares `ram_bytes` out. Decoder layers are streamed in blocks only if they do not fit whole;
     /// `workspace` says what the device needs either way. What is left above the minimum goes to the
-    /// inputs of stages, to the optimizer's chunks, to gradients that wait for the norm of the model,
-    /// to weights, to inner activations and to logits, in that order: by what a byte saves.
+    /// gradient of an embedding that is tied, to the inputs of stages, to the optimizer's chunks, to
+    /// gradients that wait for the norm of the model, to weights, to inner activations and to logits,
+    /// in that order: by what a byte saves.
     pub fn new(
         table: &LayerTable,
         layout: StateLayout,
@@ -158,8 +160,10 @@ struct Parts {
     vocabulary_tiles: usize,
     /// By layer, in `scratch/`.
     gradients: Vec<usize>,
-    /// By layer and piece, in RAM.
+    /// By layer and piece, in RAM; of the embedding only the rows that tokens touch.
     pieces: Vec<Vec<usize>>,
+    /// The other pieces of an embedding that is tied.
+    tied: Vec<usize>,
     /// Of what two pieces share.
     seam: usize,
     /// Rows of several microbatches are brought together in a copy.
@@ -181,10 +185,12 @@ impl Parts {
         let hidden = table.layer(table.head()).tensors[0].elements();
         let mut gradients: Vec<usize> = table.layers().iter().map(|l| l.elements() * 4).collect();
         let mut pieces: Vec<_> = table.layers().iter().map(|l| pieces(table, l, tiling)).collect();
+        // Only those that a step's tokens name.
+        let rows = gradients[0].min(shape.step_tokens() * hidden * 4);
+        pieces[0].pop();
+        let tied = std::mem::replace(&mut pieces[0], vec![rows]);
         if !table.tied() {
-            // Only rows that a step's tokens name.
-            gradients[0] = gradients[0].min(shape.step_tokens() * hidden * 4);
-            pieces[0] = vec![gradients[0]];
+            gradients[0] = rows;
         }
         let largest = table.layers().iter().map(LayerSpec::elements).max().unwrap_or(0);
         let chunk = largest.min(CHUNK_ELEMENTS);
@@ -202,19 +208,21 @@ impl Parts {
             micros: shape.micros(),
             stages: table.stages(tiling),
             vocabulary_tiles: table.tiles(table.head(), tiling).len() - 1,
-            gathered_rows: if table.tied() || shape.micros() == 1 { 0 } else { gradients[0] },
-            seam: if pieces[1..].iter().any(|of| of.len() > 1) { chunk * 4 } else { 0 },
+            gathered_rows: if shape.micros() == 1 { 0 } else { rows },
+            seam: if pieces.iter().chain([&tied]).any(|of| of.len() > 1) { chunk * 4 } else { 0 },
             gradients,
+            tied,
             pieces,
             workspace,
             chunk: 2 * layout.bytes(chunk) + chunk * 4,
         }
     }
 
-    /// In the making: the embedding's, which lives through the whole backward sweep, and two
-    /// pieces - or all of a layer, where its norm has to be known first.
+    /// In the making: the rows of the embedding, and two pieces - or all of a layer, where its norm
+    /// has to be known first.
     fn gradients(&self) -> usize {
-        let in_order: Vec<usize> = self.pieces[1..].iter().rev().flatten().copied().collect();
+        let layers = self.pieces[1..].iter().rev().flatten();
+        let in_order: Vec<usize> = self.tied.iter().chain(layers).copied().collect();
         let layer = match self.wait {
             Wait::Layer => self.pieces[1..].iter().map(|of| of.iter().sum()).max().unwrap_or(0),
             Wait::None | Wait::Model => 0,
@@ -232,8 +240,7 @@ impl Parts {
     }
 
     /// Gradients that have no room to wait beside those in the making, from the head down.
-    fn spilled(&self, gradient_bytes: usize) -> Vec<bool> {
-        let mut room = gradient_bytes - self.gradients();
+    fn spilled(&self, mut room: usize) -> Vec<bool> {
         let mut spilled = vec![false; self.pieces.len()];
         for layer in (1..spilled.len()).rev().filter(|_| self.wait == Wait::Model) {
             let bytes: usize = self.pieces[layer].iter().sum();
@@ -281,14 +288,22 @@ impl Parts {
             spare -= count * each;
             count
         };
+        let tied_bytes: usize = self.tied.iter().sum();
+        let keeps_tied = tied_bytes == 0 || share(tied_bytes, 1) == 1;
         let wanted = (self.stages - 1).saturating_sub(BOUNDARIES_MIN);
         let kept_inputs = share(self.boundary * self.micros, wanted);
         let extra_chunks = share(self.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
-        let gradient_bytes = self.gradients() + share(1, self.waiting_gradients());
+        let waiting = share(1, self.waiting_gradients());
+        let mut spilled = self.spilled(waiting);
+        spilled[0] = !keeps_tied;
         let extra_tiles = share(self.largest_tile, EXTRA_TILES);
         let kept = share(self.workspace.kept_bytes, (self.stages - 2) * self.micros);
         let scored = self.vocabulary_tiles.saturating_sub(1);
         let kept_logits = share(self.workspace.logits_bytes, scored * self.micros);
+        let tied_kept = if keeps_tied { tied_bytes } else { 0 };
+        let gradient_bytes = self.gradients() + tied_kept + waiting;
+        let mut piece_bytes = self.pieces;
+        piece_bytes[0].splice(0..0, self.tied);
         Limits {
             tiling: self.tiling,
             weight_bytes: self.pair_of_tiles + extra_tiles * self.largest_tile,
@@ -296,10 +311,10 @@ impl Parts {
             boundaries: (BOUNDARIES_MIN + kept_inputs) * self.micros,
             boundary_bytes: self.boundary,
             parked: parked(self.stages, kept_inputs),
-            spilled: self.spilled(gradient_bytes),
+            spilled,
             gradient_bytes,
             layer_gradient_bytes: self.gradients,
-            piece_bytes: self.pieces,
+            piece_bytes,
             kept,
             kept_logits,
             optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,

@@ -55,13 +55,15 @@ impl StepPlan<'_> {
                 Policy::Fused if self.is_read_before(layer.id) => {
                     bytes.read_again += self.weight_bytes(elements);
                 }
-                Policy::Fused => {}
-                Policy::Deferred if self.limits.spilled[layer.id.index()] => {
-                    let gradient = self.limits.layer_gradient_bytes[layer.id.index()] as u64;
-                    bytes.read += gradient;
-                    bytes.written += gradient;
-                }
-                Policy::Deferred => {}
+                Policy::Fused | Policy::Deferred => {}
+            }
+            let (embedding, spilled) =
+                (layer.id == self.table.embedding(), self.limits.spilled[layer.id.index()]);
+            if spilled && (self.policy == Policy::Deferred || embedding) {
+                let gradient = self.limits.layer_gradient_bytes[layer.id.index()] as u64;
+                // Rows are added twice, for the norm and for the update.
+                bytes.read += gradient * if embedding { 2 } else { 1 };
+                bytes.written += gradient;
             }
         }
         let inputs = self.parked() * self.shape.micros() as u64;

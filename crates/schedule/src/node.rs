@@ -192,6 +192,7 @@ pub struct Node {
     table: LayerTable,
     /// The vocabulary tile that is scored and differentiated in one visit.
     turn: TileId,
+    rows: PieceId,
     live: Vec<Slot>,
     pass: Option<Pass>,
     /// Steps being updated and committed, oldest first; only the first one may write.
@@ -207,6 +208,7 @@ impl Node {
         Node {
             table: table.clone(),
             turn: last_tile(table, config.limits.tiling),
+            rows: table.rows_piece(config.limits.tiling),
             live: config.live.clone(),
             config,
             pass: None,
@@ -330,24 +332,34 @@ impl Node {
 
     fn measured(&mut self, attempt: Attempt, piece: PieceId, sum_of_squares: Option<f64>) {
         let Some(pass) = self.pass.as_mut().filter(|p| p.attempt == attempt) else { return };
-        let (layer, limits) = (piece.layer, &self.config.limits);
+        let policy = pass.policy;
         if let Some(sum) = sum_of_squares {
-            pass.measured(layer, sum);
+            pass.measured(piece.layer, sum);
         }
-        if pass.policy == Policy::Deferred {
-            if limits.spilled[layer.index()] {
-                self.reserved.remove(&(attempt, piece));
-            }
+        if self.spills(policy, piece) {
+            self.reserved.remove(&(attempt, piece));
+        }
+        if policy == Policy::Deferred {
             return;
         }
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
-        match (self.config.fused_wait, sum_of_squares) {
-            (Wait::Layer, None) => {}
-            (Wait::Layer, Some(_)) => {
-                pieces_of(&limits.piece_bytes, layer).for_each(|piece| tail.enqueue(piece));
+        // Rows add to the other pieces of the embedding.
+        let waits = self.config.fused_wait == Wait::Layer || piece.layer == self.rows.layer;
+        match sum_of_squares {
+            None if waits => {}
+            Some(_) if waits => {
+                let all = pieces_of(&self.config.limits.piece_bytes, piece.layer);
+                all.for_each(|piece| tail.enqueue(piece));
             }
-            (Wait::None | Wait::Model, _) => tail.enqueue(piece),
+            _ => tail.enqueue(piece),
         }
+    }
+
+    /// Whether a gradient waits in `scratch/`. Of the embedding's what the head's tiles gave does so
+    /// whatever the policy: it lives through the whole sweep.
+    fn spills(&self, policy: Policy, piece: PieceId) -> bool {
+        let waits = policy == Policy::Deferred || piece.layer == self.rows.layer;
+        self.config.limits.spilled[piece.layer.index()] && waits && piece != self.rows
     }
 
     fn updated(&mut self, attempt: Attempt, piece: PieceId, weights: Option<f64>) {
@@ -488,9 +500,7 @@ impl Node {
         let (stage, micros) = (visit.stage, self.config.micros);
         let keep = |micro| self.keeps(visit, micro);
         let compute = |op| NodeCommand::Compute { attempt, visit: id, op };
-        // A fused update takes the gradient at once.
-        let deferred = policy == Policy::Deferred;
-        let spill = |layer: LayerId| deferred && self.config.limits.spilled[layer.index()];
+        let spill = |piece| self.spills(policy, piece);
         out.extend(ops(visit, micros, keep, spill).into_iter().map(compute));
         if self.parks(visit) {
             let park = |m| NodeCommand::Park { attempt, stage, micro: Micro(m) };

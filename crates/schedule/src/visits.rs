@@ -44,7 +44,7 @@ pub enum VisitKind {
 pub struct Visit {
     pub layer: LayerId,
     pub stage: Stage,
-    /// That the gradient of the weights is part of.
+    /// Of the gradient of the weights.
     pub piece: PieceId,
     pub need: Need,
     pub kind: VisitKind,
@@ -56,17 +56,11 @@ pub struct Visit {
 }
 
 impl Visit {
-    /// The piece whose gradient the visit adds to, if any.
+    /// The piece whose gradient the visit makes, if any.
     pub fn gradient(&self) -> Option<PieceId> {
         let forward =
             [VisitKind::Embed, VisitKind::Forward, VisitKind::HeadNorm, VisitKind::HeadScore];
         (self.trains && !forward.contains(&self.kind)).then_some(self.piece)
-    }
-
-    /// The piece whose gradient is complete after the visit, if any: that of an embedding that is
-    /// tied waits for the rows that tokens touched.
-    pub fn completes(&self) -> Option<PieceId> {
-        self.gradient().filter(|piece| piece.layer == self.layer)
     }
 
     /// Whether the stage's input is gone after the visit.
@@ -183,7 +177,10 @@ impl Stops<'_> {
         Visit {
             layer,
             stage,
-            piece: self.table.piece_of(tile, self.tiling),
+            piece: match kind {
+                VisitKind::Embed | VisitKind::EmbedBackward => self.table.rows_piece(self.tiling),
+                _ => self.table.piece_of(tile, self.tiling),
+            },
             need: match kind {
                 VisitKind::Embed => Need::EmbeddingRows,
                 VisitKind::EmbedBackward => Need::Nothing,
@@ -213,12 +210,12 @@ pub(crate) fn ops(
     visit: &Visit,
     micros: u32,
     keep: impl Fn(Micro) -> bool,
-    spill: impl Fn(LayerId) -> bool,
+    spill: impl Fn(PieceId) -> bool,
 ) -> Vec<ComputeOp> {
     let mut ops: Vec<ComputeOp> =
         (0..micros).flat_map(|m| micro_ops(visit, Micro(m), &keep)).collect();
-    if let Some(piece) = visit.completes() {
-        ops.push(ComputeOp::TakeGradient { piece, spill: spill(piece.layer) });
+    if let Some(piece) = visit.gradient() {
+        ops.push(ComputeOp::TakeGradient { piece, spill: spill(piece) });
     }
     ops
 }

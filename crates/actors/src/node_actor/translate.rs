@@ -136,6 +136,9 @@ pub(super) fn commands(
             tokens: Arc::clone(&batch.micro(micro).tokens),
             dy: input_gradient(Stage(1), micro),
         }],
+        ComputeOp::TakeGradient { piece, .. } if piece == table.rows_piece(tiling) => {
+            vec![Command::TakeRows]
+        }
         ComputeOp::TakeGradient { piece, .. } => {
             let layer = piece.layer;
             let elements = table.pieces(layer, tiling).swap_remove(piece.part as usize);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use compute::Gradient;
-use model::{Budget, CHUNK_ELEMENTS, HostBytes, LayerSpec, StateLayout};
+use model::{Budget, CHUNK_ELEMENTS, LayerSpec, StateLayout};
 use optim::{Input, NormTree, Output, Prepared};
 use rayon::prelude::*;
 use store::{ChunkHasher, ChunkHashes, StateChunk};
@@ -51,32 +51,72 @@ pub(super) struct ChunkOutput {
     pub(super) weights: Option<NormTree>,
 }
 
-/// The gradient a chunk is updated with.
-pub(super) enum GradientPart {
-    Whole(Arc<Gradient>),
-    /// The chunk's own elements, read back from `scratch/`.
-    Read(HostBytes),
+/// The gradient of a chunk: one value for each parameter, or rows that are not zero, or both, which
+/// add up.
+#[derive(Clone, Debug)]
+pub(super) struct GradientPart {
+    pub(super) dense: Option<Arc<Gradient>>,
+    pub(super) rows: Option<Arc<Gradient>>,
 }
 
-/// Square sums of a chunk of a dense gradient, or of all rows of one, over a fixed tree,
-/// independent of the number of threads.
-pub(super) fn square_sums(gradient: &Gradient, chunk: usize) -> NormTree {
-    let values = match gradient {
-        Gradient::Dense { first, values } => {
-            let rest = &values.f32s()[chunk * CHUNK_ELEMENTS - first..];
-            &rest[..rest.len().min(CHUNK_ELEMENTS)]
+impl GradientPart {
+    /// The dense values of `part`, elements of the layer.
+    fn dense(&self, part: Range<usize>) -> Option<&[f32]> {
+        match self.dense.as_deref()? {
+            Gradient::Dense { first, values } => {
+                Some(&values.f32s()[part.start - first..part.end - first])
+            }
+            Gradient::Rows { .. } => None,
         }
-        Gradient::Rows { values, .. } => values.f32s(),
+    }
+
+    fn rows(&self) -> Option<Rows<'_>> {
+        match self.rows.as_deref()? {
+            Gradient::Rows { ids, width, values } => {
+                Some(Rows { ids, width: *width, values: values.f32s() })
+            }
+            Gradient::Dense { .. } => None,
+        }
+    }
+
+    /// Both, of `part`, in `room`; `None` where one of them is enough.
+    fn added<'r>(&self, part: Range<usize>, room: &'r mut Vec<f32>) -> Option<&'r [f32]> {
+        let (dense, rows) = (self.dense(part.clone())?, self.rows()?);
+        room.clear();
+        room.extend_from_slice(dense);
+        rows.touched(&part, |at, values| {
+            let to = &mut room[at.start - part.start..at.end - part.start];
+            to.iter_mut().zip(values).for_each(|(to, value)| *to += value);
+        });
+        Some(room)
+    }
+}
+
+/// Square sum of rows over a fixed tree, independent of the number of threads.
+pub(super) fn sum_of_rows(rows: &Gradient) -> f64 {
+    let (Gradient::Rows { values, .. } | Gradient::Dense { values, .. }) = rows;
+    let pieces: Vec<NormTree> = values.f32s().par_chunks(NORM_PIECE).map(square_sum).collect();
+    join(&pieces)
+}
+
+/// Square sums of the elements `chunk` of a layer, over a fixed tree, independent of the number of
+/// threads.
+pub(super) fn square_sums(gradient: &GradientPart, chunk: Range<usize>) -> NormTree {
+    let pieces: Vec<usize> = chunk.clone().step_by(NORM_PIECE).collect();
+    let of_piece = |start: usize| {
+        let piece = start..(start + NORM_PIECE).min(chunk.end);
+        let mut room = Vec::new();
+        let added = gradient.added(piece.clone(), &mut room);
+        square_sum(added.or_else(|| gradient.dense(piece)).unwrap_or_default())
     };
-    let pieces: Vec<NormTree> = values
-        .par_chunks(NORM_PIECE)
-        .map(|piece| {
-            let mut tree = NormTree::new();
-            tree.feed(piece);
-            tree
-        })
-        .collect();
+    let pieces: Vec<NormTree> = pieces.into_par_iter().map(of_piece).collect();
     append(&pieces)
+}
+
+fn square_sum(values: &[f32]) -> NormTree {
+    let mut tree = NormTree::new();
+    tree.feed(values);
+    tree
 }
 
 /// Sum of squares of a layer from those of its chunks, in their order; zero without any.
@@ -114,7 +154,7 @@ pub(super) fn update(
             let Wide { old, new: out } = wide;
             let old = read_piece(state, local.clone(), rule, old);
             let mut out = new_piece(&mut new, local.clone(), out);
-            update_piece(layer, &piece, first, rule, gradient, old, &mut out);
+            update_piece(layer, &piece, rule, gradient, old, &mut out);
             let shadow = shadowed(layer, layout, &piece, first, rule, gradient, old);
             finite &= out.iter().all(|values| optim::is_finite(values));
             weights.iter_mut().for_each(|tree| tree.feed(out[0]));
@@ -151,7 +191,7 @@ fn shadowed(
     let old = version.state.clone();
     let mut new = version.state.each_mut().map(|values| &mut values[..]);
     let old = old.each_ref().map(|values| &values[..]);
-    update_piece(layer, &sample, first, rule, gradient, old, &mut new);
+    update_piece(layer, &sample, rule, gradient, old, &mut new);
     Some((version, sample.start - first..sample.end - first))
 }
 
@@ -211,11 +251,15 @@ fn new_piece<'a>(
     out
 }
 
-/// Updates `piece` (elements of the layer) of the chunk that starts at `first`, from `old` to `new`.
+thread_local! {
+    /// A piece of a gradient that adds up: outside the budget, 64 KiB a thread.
+    static SUM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Updates `piece` (elements of the layer) from `old` to `new`.
 fn update_piece(
     layer: &LayerSpec,
     piece: &Range<usize>,
-    first: usize,
     rule: &Rule<'_>,
     gradient: &GradientPart,
     old: [&[f32]; 3],
@@ -228,22 +272,14 @@ fn update_piece(
             continue;
         }
         let decay = tensor.decays();
-        match gradient {
-            GradientPart::Read(values) => {
-                let values = &values.f32s()[part.start - first..part.end - first];
-                at.update(decay, part, values);
+        SUM.with_borrow_mut(|room| {
+            let added = gradient.added(part.clone(), room);
+            match (added.or_else(|| gradient.dense(part.clone())), gradient.rows()) {
+                (Some(values), _) => at.update(decay, part, values),
+                (None, Some(rows)) => rows.update(&mut at, decay, part),
+                (None, None) => panic!("a chunk without a gradient"),
             }
-            GradientPart::Whole(whole) => match &**whole {
-                Gradient::Dense { first, values } => {
-                    let values = &values.f32s()[part.start - first..part.end - first];
-                    at.update(decay, part, values);
-                }
-                Gradient::Rows { ids, width, values } => {
-                    let rows = Rows { ids, width: *width, values: values.f32s() };
-                    rows.update(&mut at, decay, part);
-                }
-            },
-        }
+        });
     }
 }
 
@@ -290,19 +326,27 @@ impl Rows<'_> {
     /// Updates `part` (elements of the layer) run by run: touched rows, and what lies between.
     fn update(&self, piece: &mut Piece<'_, '_>, decay: bool, part: Range<usize>) {
         let mut at = part.start;
+        self.touched(&part, |touched, values| {
+            piece.update_zero_grad(decay, at..touched.start);
+            piece.update(decay, touched.clone(), values);
+            at = touched.end;
+        });
+        piece.update_zero_grad(decay, at..part.end);
+    }
+
+    /// Those elements of `part` that lie in rows, run by run, with their values.
+    fn touched(&self, part: &Range<usize>, mut each: impl FnMut(Range<usize>, &[f32])) {
         let first = self.ids.partition_point(|&id| (id as usize + 1) * self.width <= part.start);
         for (i, &id) in self.ids.iter().enumerate().skip(first) {
             let row = id as usize * self.width;
-            let touched = overlap(&(row..row + self.width), &part);
+            let touched = overlap(&(row..row + self.width), part);
             if touched.is_empty() {
                 break;
             }
-            piece.update_zero_grad(decay, at..touched.start);
             let offset = i * self.width + (touched.start - row);
-            piece.update(decay, touched.clone(), &self.values[offset..offset + touched.len()]);
-            at = touched.end;
+            let values = &self.values[offset..offset + touched.len()];
+            each(touched, values);
         }
-        piece.update_zero_grad(decay, at..part.end);
     }
 }
 

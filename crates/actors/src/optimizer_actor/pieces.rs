@@ -16,7 +16,7 @@ use compute::Gradient;
 use model::{Attempt, Budget, BudgetError, CHUNK_ELEMENTS, HostBytes, LayerId};
 use optim::NormTree;
 
-use super::chunk;
+use super::chunk::{self, GradientPart};
 
 /// The gradient of chunks that lie together.
 #[derive(Clone, Debug)]
@@ -49,27 +49,19 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Takes `piece` in, of a layer of so many elements: the chunks that it completes, and where
-    /// their norms go.
+    /// Takes the gradient of `piece` in, of a layer of so many elements, `values` being those from
+    /// `first` on: the chunks that it completes, and where their norms go.
     pub(super) fn cut(
         &mut self,
         (attempt, layer, elements): (Attempt, LayerId, usize),
         piece: Range<usize>,
-        gradient: Gradient,
+        (first, values): (usize, HostBytes),
         budget: &Budget,
     ) -> Result<(Vec<Section>, Arc<Norms>), BudgetError> {
-        let chunks = elements.div_ceil(CHUNK_ELEMENTS);
-        let fresh = || Layer { seam: None, norms: Arc::new(Norms::new(chunks)) };
+        let fresh = || Layer { seam: None, norms: Arc::new(Norms::new(elements)) };
         let mut state = self.layers.remove(&(attempt, layer)).unwrap_or_else(fresh);
         let norms = Arc::clone(&state.norms);
-        let sections = match gradient {
-            rows @ Gradient::Rows { .. } => {
-                vec![Section { chunks: 0..chunks, gradient: Arc::new(rows) }]
-            }
-            Gradient::Dense { first, values } => {
-                state.cut(elements, piece.clone(), first, values, budget)?
-            }
-        };
+        let sections = state.cut(elements, piece.clone(), first, values, budget)?;
         if piece.start > 0 {
             self.layers.insert((attempt, layer), state);
         }
@@ -141,24 +133,32 @@ impl Seam {
 /// Square sums of the chunks of a layer's gradient.
 #[derive(Debug)]
 pub(super) struct Norms {
+    elements: usize,
     trees: Mutex<Vec<Option<NormTree>>>,
 }
 
 impl Norms {
-    fn new(chunks: usize) -> Norms {
-        Norms { trees: Mutex::new(vec![None; chunks]) }
+    /// Of a layer of so many elements.
+    pub(super) fn new(elements: usize) -> Norms {
+        let chunks = elements.div_ceil(CHUNK_ELEMENTS);
+        Norms { elements, trees: Mutex::new(vec![None; chunks]) }
     }
 
     /// Measures a section; the whole layer's sum of squares when it is the last one.
     pub(super) fn measure(&self, section: &Section) -> Option<f64> {
-        if let Gradient::Rows { .. } = *section.gradient {
-            return Some(chunk::square_sums(&section.gradient, 0).sum());
-        }
-        let of_chunk = |chunk: usize| (chunk, chunk::square_sums(&section.gradient, chunk));
-        let measured: Vec<_> = section.chunks.clone().map(of_chunk).collect();
+        let gradient = GradientPart { dense: Some(Arc::clone(&section.gradient)), rows: None };
+        let sums = section.chunks.clone().map(|chunk| self.measure_chunk(chunk, &gradient));
+        sums.fold(None, Option::or)
+    }
+
+    /// Measures a chunk; the whole layer's sum of squares when it is the last one.
+    pub(super) fn measure_chunk(&self, chunk: usize, gradient: &GradientPart) -> Option<f64> {
+        let first = chunk * CHUNK_ELEMENTS;
+        let elements = first..(first + CHUNK_ELEMENTS).min(self.elements);
+        let tree = chunk::square_sums(gradient, elements);
         // Trees are put in whole.
         let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
-        measured.into_iter().for_each(|(chunk, tree)| trees[chunk] = Some(tree));
+        trees[chunk] = Some(tree);
         let all: Option<Vec<NormTree>> = trees.iter().cloned().collect();
         all.map(|trees| chunk::join(&trees))
     }
@@ -175,13 +175,13 @@ mod tests {
     }
 
     /// As the device lays a piece out.
-    fn dense(piece: &Range<usize>, budget: &Budget) -> Gradient {
+    fn dense(piece: &Range<usize>, budget: &Budget) -> (usize, HostBytes) {
         let first = piece.start / CHUNK_ELEMENTS * CHUNK_ELEMENTS;
         let mut values = budget.block((piece.end - first) * 4).unwrap();
         values.f32s_mut().iter_mut().enumerate().for_each(|(i, v)| {
             *v = if first + i < piece.start { f32::NAN } else { value(first + i) };
         });
-        Gradient::Dense { first, values }
+        (first, values)
     }
 
     /// The layer's sum of squares, and every chunk's values, from pieces that begin at `starts`.
@@ -211,6 +211,30 @@ mod tests {
         drop(pieces);
         assert_eq!(budget.used_bytes(), 0);
         (sum.expect("all pieces are there"), chunks)
+    }
+
+    #[test]
+    fn rows_add_to_what_is_dense_in_norms() {
+        let budget = Budget::new(64 << 20);
+        let elements = CHUNK_ELEMENTS + 5000;
+        let (width, ids) = (1000, vec![0, 7, 1048, 1052]);
+        let mut values = budget.block(ids.len() * width * 4).unwrap();
+        values.f32s_mut().iter_mut().enumerate().for_each(|(i, v)| *v = value(i + 3));
+        let (first, mut whole) = dense(&(0..elements), &budget);
+        let part = |dense, rows| GradientPart { dense: Some(Arc::new(dense)), rows };
+        let (_, copy) = dense(&(0..elements), &budget);
+        for (id, row) in ids.iter().zip(values.f32s().chunks(width)) {
+            let to = &mut whole.f32s_mut()[*id as usize * width..][..width];
+            to.iter_mut().zip(row).for_each(|(to, v)| *to += v);
+        }
+        let rows = Some(Arc::new(Gradient::Rows { ids, width, values }));
+        let sum = |part: &GradientPart| {
+            let norms = Norms::new(elements);
+            assert_eq!(norms.measure_chunk(1, part), None);
+            norms.measure_chunk(0, part).unwrap().to_bits()
+        };
+        let want = sum(&part(Gradient::Dense { first, values: whole }, None));
+        assert_eq!(sum(&part(Gradient::Dense { first, values: copy }, rows)), want);
     }
 
     #[test]

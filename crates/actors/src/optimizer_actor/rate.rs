@@ -46,7 +46,7 @@ pub fn optimizer_rate(
     for _ in 0..ROUNDS {
         let start = Instant::now();
         chunks.par_iter().zip(&states).try_for_each(|(&chunk, state)| {
-            let gradient = GradientPart::Whole(Arc::clone(&gradient));
+            let gradient = GradientPart { dense: Some(Arc::clone(&gradient)), rows: None };
             chunk::update(layer, chunk, &rule, state, &gradient, budget).map(|_| ())
         })?;
         best = best.min(start.elapsed().as_secs_f64());

@@ -1,9 +1,7 @@
 //! Gradients while they are summed over microbatches.
 //!
-//! Invariants:
-//! - an element is overwritten by its first contribution and added to by the later ones, in the
-//!   order of the commands: gradient blocks are never zeroed first;
-//! - `written` ranges do not overlap.
+//! Invariant: an element is overwritten by its first contribution and added to by the later ones, in
+//! the order of the commands: gradient blocks are never zeroed first.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,14 +19,15 @@ pub(super) struct Dense {
     elements: Range<usize>,
     /// From the start of the chunk on that the piece begins in.
     block: HostBytes,
-    written: Vec<Range<usize>>,
+    /// What the next contribution does.
+    accum: Accum,
 }
 
 impl Dense {
-    /// A gradient of `elements` of a layer, none of which has a contribution yet.
+    /// A gradient of `elements` of a layer that has no contribution yet.
     pub(super) fn new(budget: &Budget, elements: Range<usize>) -> Result<Dense, DeviceError> {
         let block = budget.block((elements.end - first(&elements)) * 4)?;
-        Ok(Dense { elements, block, written: Vec::new() })
+        Ok(Dense { elements, block, accum: Accum::Replace })
     }
 
     /// The elements of the layer that it is the gradient of.
@@ -36,47 +35,13 @@ impl Dense {
         &self.elements
     }
 
-    /// The elements of `range`, and whether a contribution replaces or adds.
-    pub(super) fn region(&mut self, range: Range<usize>) -> (&mut [f32], Accum) {
-        let covered = self.written.iter().any(|w| w.start <= range.start && range.end <= w.end);
-        let fresh = self.written.iter().all(|w| w.end <= range.start || range.end <= w.start);
-        let accum = if fresh { Accum::Replace } else { Accum::Add };
-        if fresh {
-            self.written.push(range.clone());
-        } else if !covered {
-            self.complete();
-        }
-        let first = first(&self.elements);
-        (&mut self.block.f32s_mut()[range.start - first..range.end - first], accum)
+    /// All elements, and whether a contribution replaces or adds.
+    pub(super) fn contribute(&mut self) -> (&mut [f32], Accum) {
+        let values = &mut self.block.f32s_mut()[self.elements.start - first(&self.elements)..];
+        (values, std::mem::replace(&mut self.accum, Accum::Add))
     }
 
-    /// Zeroes what no contribution has reached, and returns all elements.
-    pub(super) fn complete(&mut self) -> &mut [f32] {
-        let Range { start, end } = self.elements;
-        let values = &mut self.block.f32s_mut()[start - first(&self.elements)..];
-        self.written.sort_unstable_by_key(|w| w.start);
-        let mut next = start;
-        for w in &self.written {
-            values[next - start..w.start - start].fill(0.0);
-            next = w.end;
-        }
-        values[next - start..].fill(0.0);
-        self.written = vec![Range { start, end }];
-        values
-    }
-
-    /// Adds `dy[t]` to row `tokens[t]`.
-    pub(super) fn add_rows(&mut self, tokens: &[u32], dy: &[f32]) {
-        let width = dy.len() / tokens.len().max(1);
-        let values = self.complete();
-        for (&token, dy) in tokens.iter().zip(dy.chunks_exact(width.max(1))) {
-            let y = &mut values[token as usize * width..][..width];
-            simd::run(Add { y, x: dy });
-        }
-    }
-
-    pub(super) fn take(mut self) -> Gradient {
-        self.complete();
+    pub(super) fn take(self) -> Gradient {
         Gradient::Dense { first: first(&self.elements), values: self.block }
     }
 }
@@ -179,31 +144,18 @@ mod tests {
     }
 
     #[test]
-    fn regions_replace_then_add_and_gaps_are_zero() {
-        let budget = Budget::new(1 << 20);
-        budget.block(24).unwrap().f32s_mut().fill(f32::NAN);
-        let mut dense = Dense::new(&budget, 0..6).unwrap();
-        for (range, want) in [(1..3, Accum::Replace), (4..5, Accum::Replace), (1..3, Accum::Add)] {
-            let (values, accum) = dense.region(range);
-            assert_eq!(accum, want);
-            match accum {
-                Accum::Replace => values.fill(1.0),
-                Accum::Add => values.iter_mut().for_each(|v| *v += 1.0),
-            }
-        }
-        assert_eq!(dense.region(2..6).1, Accum::Add);
-        assert_eq!(values(&dense.take()), [0.0, 2.0, 2.0, 0.0, 1.0, 0.0]);
-    }
-
-    #[test]
-    fn a_piece_lies_where_its_chunks_do() {
+    fn a_piece_lies_where_its_chunks_do_and_is_replaced_once() {
         let budget = Budget::new(16 << 20);
         let start = CHUNK_ELEMENTS + 7;
-        let mut dense = Dense::new(&budget, start..start + 5).unwrap();
-        dense.region(start + 1..start + 3).0.fill(1.0);
+        let mut dense = Dense::new(&budget, start..start + 3).unwrap();
+        for want in [Accum::Replace, Accum::Add, Accum::Add] {
+            let (values, accum) = dense.contribute();
+            assert_eq!((values.len(), accum), (3, want));
+            values.fill(1.0);
+        }
         let Gradient::Dense { first, values } = dense.take() else { panic!("rows") };
         assert_eq!(first, CHUNK_ELEMENTS);
-        assert_eq!(values.f32s()[7..], [0.0, 1.0, 1.0, 0.0, 0.0]);
+        assert_eq!(values.f32s()[7..], [1.0, 1.0, 1.0]);
     }
 
     #[test]

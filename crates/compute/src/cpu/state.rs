@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use model::{
-    Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec, Tiling,
-    Weights, from_bf16, to_bf16,
+    Budget, HostBytes, LayerId, LayerKind, LayerTable, ModelConfig, TileId, TileSpec, Weights,
+    from_bf16, to_bf16,
 };
 
 use super::bound::Ready;
@@ -126,6 +126,10 @@ impl State {
             Command::EmbedBackward { tokens, dy } => self.embed_backward(&tokens, dy)?,
             Command::TakeGradient { layer, elements } => {
                 return Ok(Outcome::Gradient(self.take_gradient(layer, &elements)?));
+            }
+            Command::TakeRows => {
+                let rows = self.rows.take().ok_or(unknown("rows of the gradient of layer", 0))?;
+                return Ok(Outcome::Gradient(rows.take(&self.budget)?));
             }
             Command::Clear => self.clear(),
         }
@@ -254,7 +258,7 @@ impl State {
             _ => layer.inner(x.f32s())?,
         };
         let sink = dense.map(|dense| {
-            let (values, accum) = dense.region(bound.tile.elements.clone());
+            let (values, accum) = dense.contribute();
             Sink { values, accum }
         });
         layer.backward(x.f32s(), inner, dy.f32s_mut(), sink, dx.is_some())?;
@@ -348,7 +352,7 @@ impl State {
         self.tensors.insert(dh, dh_block);
         if gradient {
             let mut dense = self.dense_gradient(&tile)?;
-            let (values, accum) = dense.region(tile.elements.clone());
+            let (values, accum) = dense.contribute();
             let h = self.tensors[&o.h].f32s();
             self.dtype.tn(values, accum, dlogits.f32s(), h, tokens);
             self.keep_gradient(&tile, dense);
@@ -377,7 +381,7 @@ impl State {
         rows::norm_backward(dh, x, w, rstd.f32s(), to, partials.f32s_mut());
         if gradient {
             let mut dense = self.dense_gradient(&tile)?;
-            let (values, accum) = dense.region(tile.elements.clone());
+            let (values, accum) = dense.contribute();
             rows::fold_partials(partials.f32s(), accum, values);
             self.keep_gradient(&tile, dense);
         }
@@ -408,13 +412,6 @@ impl State {
         self.check_tensor("gradient of the embedding's output", dy, tokens.len())?;
         check_tokens(tokens.iter().copied(), self.config.vocab_size)?;
         let dy = self.take(dy)?;
-        if self.config.tied {
-            let embedding = self.table.tiles(self.table.embedding(), Tiling::Whole).remove(0);
-            let mut dense = self.dense_gradient(&embedding)?;
-            dense.add_rows(tokens, dy.f32s());
-            self.keep_gradient(&embedding, dense);
-            return Ok(());
-        }
         let width = self.config.hidden_size;
         let rows = self.rows.get_or_insert_with(|| RowGradient::new(width));
         rows.add(&self.budget, tokens, dy.f32s())
@@ -426,9 +423,6 @@ impl State {
         elements: &Range<usize>,
     ) -> Result<Gradient, DeviceError> {
         let missing = unknown("gradient of layer", u64::from(layer.0));
-        if layer == self.table.embedding() && !self.config.tied {
-            return self.rows.take().ok_or(missing)?.take(&self.budget);
-        }
         let known = self.dense.get(&(layer, elements.start));
         if known.is_some_and(|dense| dense.elements() != elements) {
             return Err(missing);
@@ -438,14 +432,14 @@ impl State {
 
     /// Removes the gradient that the tile adds to, or starts one; the caller puts it back.
     fn dense_gradient(&mut self, tile: &TileSpec) -> Result<Dense, DeviceError> {
-        match self.dense.remove(&(tile.source, tile.gradient.start)) {
+        match self.dense.remove(&(tile.source, tile.elements.start)) {
             Some(dense) => Ok(dense),
-            None => Dense::new(&self.budget, tile.gradient.clone()),
+            None => Dense::new(&self.budget, tile.elements.clone()),
         }
     }
 
     fn keep_gradient(&mut self, tile: &TileSpec, dense: Dense) {
-        self.dense.insert((tile.source, tile.gradient.start), dense);
+        self.dense.insert((tile.source, tile.elements.start), dense);
     }
 
     fn decoder<'a>(&'a self, bound: &'a Bound, shape: MicroShape) -> Decoder<'a> {

@@ -1,5 +1,6 @@
 //! One training step's commands, as the trainer gives them, on a model made by a formula.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use compute::{
@@ -140,11 +141,11 @@ impl Bench {
         }
     }
 
-    /// The gradient of a layer, rows spread out and pieces put together.
+    /// The gradient of a layer, pieces put together and rows added.
     pub(crate) fn gradient(&mut self, layer: LayerId, tiling: Tiling) -> Vec<f32> {
         let mut all = vec![0.0; self.weights[layer.index()].len()];
-        for elements in self.table.pieces(layer, tiling) {
-            match self.call(Command::TakeGradient { layer, elements: elements.clone() }) {
+        for (elements, take) in self.takes(layer, tiling) {
+            match self.call(take) {
                 Ok(Outcome::Gradient(Gradient::Dense { first, values })) => {
                     let piece = &values.f32s()[elements.start - first..];
                     all[elements].copy_from_slice(piece);
@@ -152,7 +153,8 @@ impl Bench {
                 Ok(Outcome::Gradient(Gradient::Rows { ids, width, values })) => {
                     assert!(ids.windows(2).all(|w| w[0] < w[1]), "{ids:?}");
                     for (id, row) in ids.iter().zip(values.f32s().chunks_exact(width)) {
-                        all[*id as usize * width..][..width].copy_from_slice(row);
+                        let all = &mut all[*id as usize * width..][..width];
+                        all.iter_mut().zip(row).for_each(|(all, row)| *all += row);
                     }
                 }
                 other => panic!("{other:?}"),
@@ -163,12 +165,24 @@ impl Bench {
 
     /// Whether a layer has a gradient.
     pub(crate) fn has_gradient(&mut self, layer: LayerId, tiling: Tiling) -> bool {
-        let mut pieces = self.table.pieces(layer, tiling).into_iter();
-        pieces.any(|elements| {
-            let taken = self.call(Command::TakeGradient { layer, elements });
+        self.takes(layer, tiling).into_iter().any(|(_, take)| {
+            let taken = self.call(take);
             assert!(matches!(taken, Ok(_) | Err(DeviceError::Unknown { .. })), "{taken:?}");
             taken.is_ok()
         })
+    }
+
+    /// The commands that take a layer's pieces.
+    fn takes(&self, layer: LayerId, tiling: Tiling) -> Vec<(Range<usize>, Command)> {
+        let rows = self.table.rows_piece(tiling);
+        let take = |(part, elements): (usize, Range<usize>)| {
+            let whole = elements.clone();
+            if (layer, part) == (rows.layer, rows.part as usize) {
+                return (elements, Command::TakeRows);
+            }
+            (elements, Command::TakeGradient { layer, elements: whole })
+        };
+        self.table.pieces(layer, tiling).into_iter().enumerate().map(take).collect()
     }
 }
 

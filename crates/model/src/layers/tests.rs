@@ -62,18 +62,23 @@ fn tiles_and_pieces_cover_every_layer_once_however_it_is_cut() {
         let table = table(&format!(r#","mlp_bias":true,"tie_word_embeddings":{tied}"#));
         for tiling in [Tiling::Whole, Tiling::Blocks] {
             for layer in table.layers() {
+                let mut pieces = table.pieces(layer.id, tiling);
+                if layer.kind == LayerKind::Embedding {
+                    assert_eq!(pieces.pop(), Some(0..layer.elements()), "rows");
+                    assert_eq!(pieces.is_empty(), !tied);
+                    assert_eq!(table.rows_piece(tiling).part as usize, pieces.len());
+                }
                 let mut end = layer.elements();
-                for piece in table.pieces(layer.id, tiling) {
+                for piece in &pieces {
                     assert_eq!(piece.end, end, "from the end down");
                     end = piece.start;
                 }
-                assert_eq!(end, 0, "{} {tiling:?}", layer.name);
+                assert!(end == 0 || pieces.is_empty(), "{} {tiling:?}", layer.name);
                 for tile in table.tiles(layer.id, tiling) {
                     assert_eq!(table.tile(layer.id, tile.id), Some(tile.clone()));
-                    let own = tile.source == layer.id;
-                    assert!(own || (tied && layer.id == table.head()));
-                    let whole = 0..table.layer(tile.source).elements();
-                    assert_eq!(tile.gradient, if own { tile.elements } else { whole });
+                    assert!(tile.source == layer.id || (tied && layer.id == table.head()));
+                    let PieceId { layer, part } = table.piece_of(&tile, tiling);
+                    assert_eq!(table.pieces(layer, tiling)[part as usize], tile.elements);
                 }
             }
         }
