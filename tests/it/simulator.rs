@@ -84,6 +84,11 @@ pub(crate) struct Setup {
 enum Happening {
     Node(NodeEvent),
     Run(RunEvent),
+    /// A piece is square-summed; it may be on its way to `scratch/`.
+    Squared {
+        attempt: Attempt,
+        piece: PieceId,
+    },
     /// A piece's update reached the disk. `digest`: it was the layer's last one, and the slot holds
     /// this step's version now.
     Wrote {
@@ -127,6 +132,9 @@ struct Process {
     busy_until: BTreeMap<Resource, Time>,
     /// Inputs on their way to `scratch/`.
     parking: BTreeSet<(Stage, Micro)>,
+    /// Pieces of layers that are square-summed, and those that the node knows of.
+    squared: BTreeMap<(Attempt, LayerId), usize>,
+    measured: BTreeMap<(Attempt, LayerId), usize>,
     /// Pieces of layers that are being written, and what the layer will have become.
     writing: BTreeMap<(Attempt, LayerId), (usize, u64)>,
     attempts: BTreeMap<Attempt, Begun>,
@@ -215,6 +223,8 @@ impl Process {
             happenings: BTreeMap::new(),
             busy_until: BTreeMap::new(),
             parking: BTreeSet::new(),
+            squared: BTreeMap::new(),
+            measured: BTreeMap::new(),
             writing: BTreeMap::new(),
             attempts: BTreeMap::new(),
             known: None,
@@ -307,6 +317,23 @@ impl World {
             Happening::Synced { attempt, slots } => {
                 self.disk.sync(&slots);
                 self.tell_node(NodeEvent::Synced { attempt });
+            }
+            Happening::Squared { attempt, piece } => {
+                let layer = piece.layer;
+                let step = self.process.attempts[&attempt].step;
+                let squared = self.process.squared.entry((attempt, layer)).or_default();
+                *squared += 1;
+                let last = *squared == self.pieces(layer);
+                let sum_of_squares = last.then(|| self.setup.data.gradient(step, layer));
+                let event = NodeEvent::Measured { attempt, piece, sum_of_squares };
+                let failed = NodeEvent::Failed { attempt, fatal: false };
+                let event = if self.fails() { failed } else { event };
+                let time = self.random_time();
+                self.after(time, Happening::Node(event));
+            }
+            Happening::Node(event @ NodeEvent::Measured { attempt, piece, .. }) => {
+                *self.process.measured.entry((attempt, piece.layer)).or_default() += 1;
+                self.tell_node(event);
             }
             Happening::Node(event) => {
                 if let NodeEvent::Parked { stage, micro, .. } = event {
@@ -416,6 +443,14 @@ impl World {
             return time;
         }
         time * (100 + self.next_random() % percent) / 100
+    }
+
+    /// How much later somebody is who answers in no order.
+    fn random_time(&mut self) -> Time {
+        let most = self.setup.costs.update * u64::from(self.setup.jitter_percent > 0);
+        let time = self.next_random() % (most + 1);
+        self.process.in_flight_until = self.process.in_flight_until.max(self.now + time);
+        time
     }
 
     fn next_random(&mut self) -> u64 {

@@ -7,7 +7,10 @@ use compute::{Command, Gradient, Outcome};
 use model::{Attempt, HostBytes, LayerId, Micro, PieceId, Precision, Slot, Stage, Step, Weights};
 use optim::{AdamW, NormTree};
 use schedule::{ComputeOp, FromNode, ToNode, VisitId};
-use store::{AfterUse, ChunkHashes, IoCounters, LayerHashes, RecordKind, Room, State, StateChunk};
+use store::{
+    AfterUse, ChunkHashes, IoCounters, LayerHashes, RecordKind, Room, State, StateChunk,
+    WrittenAgain,
+};
 
 use crate::{Batch, Clip, Failure, LayerSeconds, Reply, StallSeconds};
 
@@ -48,6 +51,7 @@ pub(crate) enum StoreRequest {
         chunk: usize,
         bytes: StateChunk,
         hashes: ChunkHashes,
+        again: WrittenAgain,
         reply: Reply<()>,
     },
     FinishLayer {
@@ -95,10 +99,11 @@ pub(crate) struct UpdateJob {
     pub(crate) step: Step,
     pub(crate) attempt: Attempt,
     pub(crate) piece: PieceId,
-    /// The layer's last one.
-    pub(crate) last: bool,
+    /// How many the layer has.
+    pub(crate) pieces: usize,
     pub(crate) from: Slot,
     pub(crate) to: Slot,
+    pub(crate) again: WrittenAgain,
     pub(crate) prepared: optim::Prepared,
     /// The number of the layer's update, from 1 on.
     pub(crate) t: u64,
@@ -133,8 +138,8 @@ pub(crate) enum OptimizerMessage {
         spill: bool,
         reply: Reply<Option<f64>>,
     },
-    /// Apply a measured gradient. The last piece of a layer answers, when all of them are written,
-    /// what the layer came to.
+    /// Apply a measured gradient. The last piece of a layer to be written answers what the layer came
+    /// to; rows that add to other pieces wait for those.
     Update {
         job: UpdateJob,
         reply: Reply<Option<UpdatedLayer>>,

@@ -11,9 +11,9 @@ use model::{
     Weights,
 };
 use schedule::{
-    Again, ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId,
+    Again, ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId, Written,
 };
-use store::AfterUse;
+use store::{AfterUse, WrittenAgain};
 
 use crate::Clip;
 use crate::directory::Directory;
@@ -319,8 +319,8 @@ impl NodeActor {
                 let elements = tile.elements;
                 let after = match again {
                     Again::Never => AfterUse::Forget,
-                    Again::Soon => AfterUse::Keep,
-                    Again::Later => AfterUse::IfRoom,
+                    Again::Soon(next_use) => AfterUse::Soon(next_use),
+                    Again::Later(next_use) => AfterUse::Later(next_use),
                 };
                 let at = (layer, slot);
                 let precision = self.precision;
@@ -338,8 +338,8 @@ impl NodeActor {
             }
             NodeCommand::Park { attempt, stage, micro } => self.park(attempt, stage, micro),
             NodeCommand::Unpark { attempt, stage, micro } => self.unpark(attempt, stage, micro),
-            NodeCommand::Update { step, attempt, piece, from, to } => {
-                self.update(step, attempt, piece, (from, to));
+            NodeCommand::Update { step, attempt, piece, from, to, again } => {
+                self.update((step, attempt), piece, (from, to), again);
             }
             NodeCommand::Sync { attempt, slots } => {
                 self.load.syncing += 1;
@@ -429,7 +429,13 @@ impl NodeActor {
         }
     }
 
-    fn update(&mut self, step: Step, attempt: Attempt, piece: PieceId, (from, to): (Slot, Slot)) {
+    fn update(
+        &mut self,
+        (step, attempt): (Step, Attempt),
+        piece: PieceId,
+        (from, to): (Slot, Slot),
+        again: Written,
+    ) {
         let Some(in_work) = self.works.get(&attempt) else { return };
         let layer = piece.layer;
         let factor = match in_work.work.clip {
@@ -442,8 +448,11 @@ impl NodeActor {
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
         let rounding = optim::rounding_key(self.seed, u64::from(layer.0), t);
-        let last = piece.part as usize + 1 == self.table.pieces(layer, self.tiling).len();
-        let job = UpdateJob { step, attempt, piece, last, from, to, prepared, t, rounding };
+        let pieces = self.table.pieces(layer, self.tiling).len();
+        let again =
+            WrittenAgain { precision: self.precision, weights: again.weights, state: again.state };
+        let job =
+            UpdateJob { step, attempt, piece, pieces, from, to, again, prepared, t, rounding };
         self.load.optimizing += 1;
         self.updates.insert(piece, Instant::now());
         let directory = self.directory.clone();

@@ -92,7 +92,11 @@ enum Dense {
 struct Summing {
     attempt: Attempt,
     waiting: VecDeque<Held>,
+    /// Chunks that are not measured.
+    left: usize,
     norms: Arc<Norms>,
+    /// Of the whole layer, once its last chunk is measured; answers may come in another order.
+    sum: Option<f64>,
     reply: Option<Reply<Option<f64>>>,
 }
 
@@ -113,11 +117,11 @@ struct Progress {
 
 /// How far a layer is.
 struct Written {
-    chunks: usize,
     /// Squares of the new weights by chunk.
     weights: Vec<NormTree>,
-    /// The last piece is done, and asks what the layer comes to.
-    asked: Option<Reply<Option<UpdatedLayer>>>,
+    pieces: usize,
+    /// Rows that other pieces are added to, until those are written.
+    rows: Option<Reply<Option<UpdatedLayer>>>,
 }
 
 impl Actor for OptimizerActor {
@@ -238,7 +242,8 @@ impl OptimizerActor {
         if piece.part > 0 {
             self.gradients.insert((attempt, piece), VecDeque::new());
             let (norms, reply) = (Arc::new(Norms::new(elements)), Some(reply));
-            self.summing = Some(Summing { attempt, waiting, norms, reply });
+            let (left, sum) = (waiting.len(), None);
+            self.summing = Some(Summing { attempt, waiting, left, norms, sum, reply });
             return;
         }
         let all = (0..self.args.store.chunks(piece.layer))
@@ -328,7 +333,10 @@ impl OptimizerActor {
     fn summed(&mut self, attempt: Attempt, sum: Option<f64>) {
         let Some(summing) = self.summing.as_mut().filter(|s| s.attempt == attempt) else { return };
         self.in_flight -= 1;
-        if sum.is_some() {
+        summing.left -= 1;
+        summing.sum = summing.sum.or(sum);
+        if summing.left == 0 {
+            let sum = summing.sum;
             if let Some(reply) = summing.reply.take() {
                 reply.send(Ok(sum));
             }
@@ -412,10 +420,8 @@ impl OptimizerActor {
             Err(failure) => return self.fail(job, failure),
         };
         self.in_flight -= 1;
-        let layer = self.layer(job);
-        layer.chunks += 1;
         if let Some(weights) = weights {
-            layer.weights[chunk] = *weights;
+            self.layer(job).weights[chunk] = *weights;
         }
         self.jobs[at].left -= 1;
         if self.jobs[at].left > 0 {
@@ -429,27 +435,36 @@ impl OptimizerActor {
     fn layer(&mut self, job: UpdateJob) -> &mut Written {
         let chunks = if self.args.weigh { self.args.store.chunks(job.piece.layer) } else { 0 };
         let weights = vec![NormTree::new(); chunks];
-        let fresh = Written { chunks: 0, weights, asked: None };
+        let fresh = Written { pieces: 0, weights, rows: None };
         self.layers.entry((job.attempt, job.piece.layer)).or_insert(fresh)
     }
 
-    /// A piece's chunks are written. The last piece waits for the others.
+    /// A piece's chunks are written.
     fn done(&mut self, job: UpdateJob, reply: Reply<Option<UpdatedLayer>>) {
         let (layer, key) = (job.piece.layer, (job.attempt, job.piece.layer));
-        match job.last {
-            true => self.layer(job).asked = Some(reply),
-            false => reply.send(Ok(None)),
-        }
-        let whole = self.layer(job).chunks == self.args.store.chunks(layer);
-        if !whole || self.layer(job).asked.is_none() {
+        let is_rows =
+            layer == self.args.table.embedding() && job.piece.part as usize + 1 == job.pieces;
+        let written = self.layer(job);
+        written.pieces += 1;
+        if written.pieces < job.pieces {
+            match is_rows {
+                true => written.rows = Some(reply),
+                false => reply.send(Ok(None)),
+            }
             return;
         }
+        let Some(Written { weights, rows, .. }) = self.layers.remove(&key) else { return };
         if layer == self.args.table.embedding() {
             self.rows.remove(&job.attempt);
         }
-        if let Some(Written { weights, asked: Some(reply), .. }) = self.layers.remove(&key) {
-            self.finish(job, chunk::join(&weights), reply);
-        }
+        let reply = match rows {
+            None => reply,
+            Some(rows) => {
+                reply.send(Ok(None));
+                rows
+            }
+        };
+        self.finish(job, chunk::join(&weights), reply);
     }
 
     fn finish(&self, job: UpdateJob, weights: f64, reply: Reply<Option<UpdatedLayer>>) {
@@ -543,7 +558,9 @@ fn compute_and_write(
             let reply = Reply::new(move |result: Result<(), _>| {
                 reply.send(result.map(|()| weights));
             });
-            let request = StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, reply };
+            let again = job.again;
+            let request =
+                StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, again, reply };
             args.directory.store().post(request);
         }
         Err(failure) => reply.send(Err(failure)),

@@ -62,15 +62,9 @@ impl Message<StoreRequest> for StoreActor {
             StoreRequest::ReadChunk { layer, slot, chunk, reply } => {
                 store.read_chunk(layer, slot, chunk, pass(gate, watch.over(lane, reply)));
             }
-            StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, reply } => {
-                store.write_chunk(
-                    layer,
-                    slot,
-                    chunk,
-                    bytes,
-                    hashes,
-                    pass(gate, watch.over(lane, reply)),
-                );
+            StoreRequest::WriteChunk { layer, slot, chunk, bytes, hashes, again, reply } => {
+                let done = pass(gate, watch.over(lane, reply));
+                store.write_chunk((layer, slot, chunk), (bytes, hashes), Some(again), done);
             }
             StoreRequest::FinishLayer { layer, slot, reply } => {
                 store.finish_layer(layer, slot, pass(gate, watch.over(lane, reply)));

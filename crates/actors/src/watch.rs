@@ -149,16 +149,18 @@ impl Watch {
     fn pass(&self, awake: Duration, patience: Patience) -> Option<Late> {
         let mut lanes = self.lanes();
         let busy = lanes.iter_mut().filter(|(_, lane)| lane.in_flight > 0);
-        let late = busy.filter_map(|(&name, lane)| {
+        let mut longest = None;
+        let waiting = busy.map(|(&name, lane)| {
             lane.waited += awake;
             let usual = Duration::from_secs_f64(lane.median());
             // Taking a message in is no work.
             let limit = if name.1 == MAILBOX { patience.least } else { lane.limit(patience) };
-            let late = lane.waited > limit;
-            late.then_some(Late { lane: name, waited: lane.waited, usual })
+            longest = longest.max((lane.waited > limit).then_some(lane.waited));
+            Late { lane: name, waited: lane.waited, usual }
         });
         // All of them get older, so no lane may be left out.
-        late.collect::<Vec<_>>().into_iter().max_by_key(|late| late.waited)
+        let waiting: Vec<Late> = waiting.collect();
+        culprit(waiting, longest?, 2 * awake)
     }
 
     fn is_busy(&self) -> bool {
@@ -169,6 +171,18 @@ impl Watch {
         // Every change is a single complete one.
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Of those who have waited as long as the one who is late, give or take `slack`, the one that the
+/// others wait for: an update waits for the disk, never the other way round.
+fn culprit(waiting: Vec<Late>, longest: Duration, slack: Duration) -> Option<Late> {
+    let innermost = |late: &Late| match late.lane.0 {
+        "store" | "compute" => 2,
+        "optimizer" => 1,
+        _ => 0,
+    };
+    let among = waiting.into_iter().filter(|late| late.waited.abs_diff(longest) <= slack);
+    among.max_by_key(|late| (innermost(late), late.waited))
 }
 
 impl Lane {
@@ -296,6 +310,32 @@ mod tests {
         let new = Watch::default();
         new.asked(X, Instant::now());
         assert_eq!(seconds_until_late(&new, Patience::of_seconds(60)), 60 * 30 + 1);
+    }
+
+    #[test]
+    fn whoever_is_waited_for_is_told_of() {
+        let late = |actor, what, seconds| Late {
+            lane: (actor, what),
+            waited: Duration::from_secs_f64(seconds),
+            usual: Duration::ZERO,
+        };
+        let all = || {
+            vec![
+                late("optimizer", "update", 2.1),
+                late("store", "read_chunk", 1.7),
+                late("store", "commit", 90.0),
+                late("run", MAILBOX, 0.1),
+            ]
+        };
+        let told = |seconds| {
+            let longest = Duration::from_secs_f64(seconds);
+            culprit(all(), longest, Duration::from_millis(500)).map(|late| late.lane)
+        };
+        assert_eq!(told(2.1), Some(("store", "read_chunk")));
+        assert_eq!(told(90.0), Some(("store", "commit")));
+        let alone = vec![late("optimizer", "update", 2.1)];
+        let told = culprit(alone, Duration::from_secs_f64(2.1), Duration::ZERO);
+        assert_eq!(told.map(|late| late.lane), Some(("optimizer", "update")));
     }
 
     #[test]

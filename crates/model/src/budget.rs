@@ -2,9 +2,10 @@
 //!
 //! Invariants:
 //! - the bytes of living, spare and cached blocks never exceed the budget;
-//! - a spare block goes whenever somebody needs its room: it is never in the way.
+//! - a spare block goes whenever somebody needs its room: it is never in the way;
+//! - of spare blocks the one goes first whose contents are needed last.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::HostBytes;
@@ -30,6 +31,9 @@ pub struct Budget {
     shared: Arc<Mutex<Account>>,
 }
 
+/// Fewest entries of spare blocks after which those that are gone are cleared away.
+const SPARES_MIN: usize = 64;
+
 #[derive(Debug)]
 struct Account {
     total_bytes: usize,
@@ -38,8 +42,20 @@ struct Account {
     living_bytes: usize,
     peak_bytes: usize,
     cached: BTreeMap<usize, Vec<HostBytes>>,
-    /// Blocks whose contents may be of use, the longest kept first.
-    spares: VecDeque<Arc<Spare>>,
+    /// Blocks whose contents may be of use, by when, and in the order of their coming.
+    spares: BTreeMap<(NextUse, u64), Arc<Spare>>,
+    /// Spare blocks so far, and how many there may be before those that were taken are cleared away.
+    spare_count: u64,
+    spares_most: usize,
+    /// The step that is known to have begun.
+    step: u64,
+}
+
+/// When contents are needed next, on whatever clock their user has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NextUse {
+    pub step: u64,
+    pub turn: u32,
 }
 
 /// A block whose contents may be of use again, until its room is needed.
@@ -85,7 +101,10 @@ impl Budget {
             living_bytes: 0,
             peak_bytes: 0,
             cached: BTreeMap::new(),
-            spares: VecDeque::new(),
+            spares: BTreeMap::new(),
+            spare_count: 0,
+            spares_most: SPARES_MIN,
+            step: 0,
         };
         Budget { shared: Arc::new(Mutex::new(account)) }
     }
@@ -97,19 +116,16 @@ impl Budget {
                 Ok(inner) => return Ok(self.lease(inner)),
                 Err(refused) => refused,
             };
-            let oldest = self.account().spares.pop_front();
+            let last = self.account().pop_spare();
             // Dropped outside the account's lock, which its lease takes.
-            drop(oldest.ok_or(refused)?.take());
+            drop(last.ok_or(refused)?.take());
         }
     }
 
-    /// Keeps a block that was leased here for as long as nobody needs its room. The longest kept go
-    /// first: what was read last is what the way back needs first.
-    pub fn spare(&self, block: HostBytes) -> Arc<Spare> {
+    /// Keeps a block that was leased here for as long as nobody needs its room.
+    pub fn spare(&self, block: HostBytes, next_use: NextUse) -> Arc<Spare> {
         let spare = Arc::new(Spare { block: Mutex::new(Some(block)) });
-        let mut account = self.account();
-        account.spares.retain(|spare| spare.is_there());
-        account.spares.push_back(Arc::clone(&spare));
+        self.account().push_spare(next_use, Arc::clone(&spare));
         spare
     }
 
@@ -161,6 +177,26 @@ impl Account {
         self.peak_bytes = self.peak_bytes.max(self.living_bytes);
         assert!(self.living_bytes <= self.held_bytes && self.held_bytes <= self.total_bytes);
         Ok(block)
+    }
+
+    fn push_spare(&mut self, next_use: NextUse, spare: Arc<Spare>) {
+        if self.spares.len() >= self.spares_most {
+            self.spares.retain(|_, spare| spare.is_there());
+            self.spares_most = SPARES_MIN.max(2 * self.spares.len());
+        }
+        // Whatever is kept now is kept for this step or the next one.
+        self.step = self.step.max(next_use.step.saturating_sub(1));
+        self.spare_count += 1;
+        self.spares.insert((next_use, self.spare_count), spare);
+    }
+
+    /// The spare block that is needed last; before it one whose step is over: nobody came for it.
+    fn pop_spare(&mut self) -> Option<Arc<Spare>> {
+        let first = self.spares.first_entry()?;
+        if first.key().0.step < self.step {
+            return Some(first.remove());
+        }
+        self.spares.pop_last().map(|(_, spare)| spare)
     }
 
     fn give_back(&mut self, block: HostBytes) {

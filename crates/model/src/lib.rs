@@ -17,7 +17,7 @@ mod os;
 mod planes;
 mod weights;
 
-pub use budget::{Budget, BudgetError, Spare};
+pub use budget::{Budget, BudgetError, NextUse, Spare};
 pub use bytes::{HostBytes, PAGE_BYTES};
 pub use config::{ConfigError, Family, ModelConfig, RopeScaling};
 pub use hash::{hex, parse_hex};

@@ -23,7 +23,7 @@ pub use auto_lock::AutoLock;
 pub use cost::{StepBytes, StepPlan};
 pub use guard::{Guard, Reason, SKIPS_IN_A_ROW, Trip};
 pub use ledger::Ledger;
-pub use node::{Again, Node, NodeCommand, NodeConfig, NodeEvent, Policy};
+pub use node::{Again, Node, NodeCommand, NodeConfig, NodeEvent, Policy, Written};
 pub use run::{End, Run, RunCommand, RunConfig, RunEvent};
 pub use updates::Updates;
 pub use visits::{ComputeOp, Need, Visit, VisitId, VisitKind, sweep};

@@ -6,6 +6,7 @@
 //!   inputs of stages `Limits::boundaries`;
 //! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
 //! - an input is read back from `scratch/` only after all of its stage's have been written there;
+//! - a pass is over only when all pieces of its gradient are where they wait;
 //! - a step is synced only after the run has told to apply it, however early its updates end;
 //! - updates of a step are issued only when the step before is durable, into slots that are not
 //!   live;
@@ -17,8 +18,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use model::{
-    Attempt, LayerId, LayerTable, Limits, Micro, PieceId, Slot, Stage, Step, TileId, TileSpec,
-    Tiling, Wait,
+    Attempt, LayerId, LayerTable, Limits, Micro, NextUse, PieceId, Slot, Stage, Step, TileId,
+    TileSpec, Tiling, Wait,
 };
 
 use crate::visits::ops;
@@ -26,9 +27,12 @@ use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, VisitKind, sweep}
 
 mod pass;
 mod tail;
+mod uses;
 
 use pass::Pass;
 use tail::Tail;
+use uses::Uses;
+pub use uses::Written;
 
 /// When the optimizer runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,9 +124,9 @@ pub enum NodeEvent {
 pub enum Again {
     Never,
     /// By the optimizer, right after.
-    Soon,
-    /// On the sweep's way back, or in the next step.
-    Later,
+    Soon(NextUse),
+    /// On the sweep's way back, by the optimizer, or in the next step.
+    Later(NextUse),
 }
 
 /// What a node wants done.
@@ -173,6 +177,7 @@ pub enum NodeCommand {
         piece: PieceId,
         from: Slot,
         to: Slot,
+        again: Written,
     },
     Sync {
         attempt: Attempt,
@@ -193,6 +198,7 @@ pub struct Node {
     /// The vocabulary tile that is scored and differentiated in one visit.
     turn: TileId,
     rows: PieceId,
+    uses: Uses,
     live: Vec<Slot>,
     pass: Option<Pass>,
     /// Steps being updated and committed, oldest first; only the first one may write.
@@ -209,6 +215,7 @@ impl Node {
             table: table.clone(),
             turn: last_tile(table, config.limits.tiling),
             rows: table.rows_piece(config.limits.tiling),
+            uses: Uses::new(table, config.limits.tiling),
             live: config.live.clone(),
             config,
             pass: None,
@@ -333,9 +340,7 @@ impl Node {
     fn measured(&mut self, attempt: Attempt, piece: PieceId, sum_of_squares: Option<f64>) {
         let Some(pass) = self.pass.as_mut().filter(|p| p.attempt == attempt) else { return };
         let policy = pass.policy;
-        if let Some(sum) = sum_of_squares {
-            pass.measured(piece.layer, sum);
-        }
+        pass.measured(piece.layer, sum_of_squares);
         if self.spills(policy, piece) {
             self.reserved.remove(&(attempt, piece));
         }
@@ -427,7 +432,8 @@ impl Node {
             }
             Need::Tile(tile) => {
                 let (layer, slot) = (tile.source, self.newest(step, tile.source)?);
-                let (visit, again, tile) = (id, reads_again(pass.policy, visit), tile.clone());
+                let again = self.uses.of_weights(step, pass.policy, visit);
+                let (visit, tile) = (id, tile.clone());
                 vec![NodeCommand::StreamIn { attempt, visit, layer, tile, slot, again }]
             }
         };
@@ -477,9 +483,11 @@ impl Node {
             Need::Tile(_) => pass.is_streamed(id),
         };
         let unparked = !self.unparks(&visit) || pass.is_unparked(visit.stage);
+        // Rows are measured with the embedding's other pieces, which may be on their way to `scratch/`.
+        let alone = visit.kind != VisitKind::EmbedBackward || pass.missing(visit.layer) == 1;
         let new_inputs = self.new_inputs(&visit);
         let room = pass.inputs + new_inputs <= self.config.limits.boundaries;
-        if !(streamed && unparked && room && self.reserve(attempt, &visit)) {
+        if !(streamed && unparked && alone && room && self.reserve(attempt, &visit)) {
             return None;
         }
         let pass = self.pass.as_mut()?;
@@ -551,11 +559,12 @@ impl Node {
 
     fn update(&mut self, out: &mut Vec<NodeCommand>) {
         let Some(tail) = self.tails.front_mut() else { return };
-        let (step, attempt) = (tail.step, tail.attempt);
+        let (step, attempt, policy) = (tail.step, tail.attempt, tail.policy);
         while let Some(piece) = tail.next_update() {
             let from = self.live[piece.layer.index()];
             let to = from.other();
-            out.push(NodeCommand::Update { step, attempt, piece, from, to });
+            let again = self.uses.of_written(step, policy, piece);
+            out.push(NodeCommand::Update { step, attempt, piece, from, to, again });
         }
         if tail.start_sync() {
             let slots = tail.layers().map(|l| (l, self.live[l.index()].other())).collect();
@@ -579,18 +588,5 @@ fn weight_bytes(limits: &Limits, visit: &Visit) -> Option<usize> {
     match &visit.need {
         Need::Tile(tile) => Some(tile.elements.len() * limits.bytes_per_weight),
         Need::Nothing | Need::EmbeddingRows => None,
-    }
-}
-
-/// Fused, the optimizer runs on what the visit reads right after the sweep has passed it; on the
-/// embedding, tied to the head or not, it runs last. What is not updated before stays as it is for the
-/// way back.
-fn reads_again(policy: Policy, visit: &Visit) -> Again {
-    let updates = visit.gradient().is_some_and(|piece| piece.layer.index() > 0);
-    match visit.kind {
-        _ if updates && policy == Policy::Fused => Again::Soon,
-        VisitKind::Forward | VisitKind::HeadNorm | VisitKind::HeadScore => Again::Later,
-        VisitKind::Backward if !visit.trains => Again::Later,
-        _ => Again::Never,
     }
 }

@@ -123,7 +123,7 @@ fn sweep(io: Arc<dyn Io>, dir: &Path) -> Result<f64, StoreError> {
                 let events = events.clone();
                 let done = Box::new(move |result| drop(events.send(Event::Written(result))));
                 // Nobody compares them: only the way matters here.
-                store.write_chunk(LAYER, to, chunk, state?, [0; PLANES], done);
+                store.write_chunk((LAYER, to, chunk), (state?, [0; PLANES]), None, done);
             }
             Event::Written(result) => {
                 result?;

@@ -49,4 +49,4 @@ pub use recovery::{Cut, Recovery};
 pub use rollback::{PreparedRollback, RollBack};
 pub use scratch::Scratch;
 pub use snapshots::{PREVIOUS, Snapshot};
-pub use training::{Room, TrainingStore};
+pub use training::{Room, TrainingStore, WrittenAgain};

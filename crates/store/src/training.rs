@@ -13,7 +13,10 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use model::{Budget, HostBytes, LayerId, LayerTable, Plane, Precision, Slot, StateLayout, Weights};
+use model::{
+    Budget, HostBytes, LayerId, LayerTable, NextUse, Plane, PlaneSpec, Precision, Slot,
+    StateLayout, Weights,
+};
 use serde_json::{Map, Value};
 
 mod inner;
@@ -288,7 +291,7 @@ impl TrainingStore {
     /// computed by the caller while they are in its cache.
     ///
     /// The first write after a commit replaces a slot that is missing or that a snapshot has a name
-    /// for, and blocks while it does.
+    /// for, and blocks while it does. `again`: when the planes are read next.
     ///
     /// # Errors
     /// `NoSpace` for a slot that is to be replaced; `Io`, `Poisoned`.
@@ -297,11 +300,9 @@ impl TrainingStore {
     /// On a live slot, a locked layer or wrong lengths: a programmer's error.
     pub fn write_chunk(
         &self,
-        layer: LayerId,
-        slot: Slot,
-        chunk: usize,
-        bytes: StateChunk,
-        hashes: ChunkHashes,
+        (layer, slot, chunk): (LayerId, Slot, usize),
+        (bytes, hashes): (StateChunk, ChunkHashes),
+        again: Option<WrittenAgain>,
         done: Done<()>,
     ) {
         let inner = &self.inner;
@@ -327,7 +328,11 @@ impl TrainingStore {
         for (plane, block) in files.planes.iter().zip(bytes.into_planes()) {
             let range = plane.range(elements.clone());
             assert_eq!(block.len() as u64, range.end - range.start, "bytes of a chunk");
-            write_block(&*inner.io, plane.file.id(), range.start, &Arc::new(block), fan.branch());
+            let after =
+                again.map_or(AfterUse::Forget, |again| again.of(self.layout(), *plane.spec));
+            let file = plane.file.id();
+            let block = inner.io.keeping(file, range.start, block, &inner.budget, after);
+            write_block(&*inner.io, file, range.start, &Arc::new(block), fan.branch());
         }
     }
 
@@ -477,6 +482,24 @@ impl TrainingStore {
         self.inner.remove_idle()?;
         let state = self.state();
         write_index(&*self.inner.io, &self.inner.dir, &self.inner.layout, &state)
+    }
+}
+
+/// When what is written is read next.
+#[derive(Clone, Copy, Debug)]
+pub struct WrittenAgain {
+    /// In which a sweep reads weights.
+    pub precision: Precision,
+    /// By a sweep.
+    pub weights: NextUse,
+    /// All planes, by the optimizer.
+    pub state: NextUse,
+}
+
+impl WrittenAgain {
+    fn of(self, layout: StateLayout, spec: PlaneSpec) -> AfterUse {
+        let swept = layout.weight_planes(self.precision).contains(&spec);
+        AfterUse::Later(if swept { self.weights } else { self.state })
     }
 }
 

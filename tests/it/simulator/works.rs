@@ -38,7 +38,7 @@ impl World {
                 self.process.in_flight_until = self.process.in_flight_until.max(end);
                 self.at(end, Happening::Node(NodeEvent::Unbound { attempt, visit }));
             }
-            NodeCommand::Update { step, attempt, piece, from, to } => {
+            NodeCommand::Update { step, attempt, piece, from, to, .. } => {
                 self.update((step, attempt), piece, from, to);
             }
             NodeCommand::Sync { attempt, slots } => {
@@ -51,8 +51,14 @@ impl World {
             }
             NodeCommand::Drain { attempt } => {
                 // A drained optimizer forgets every update, an older attempt's too.
-                let forgotten =
-                    |h: &Happening| matches!(h, Happening::Wrote { .. } | Happening::Synced { .. });
+                let forgotten = |h: &Happening| {
+                    matches!(
+                        h,
+                        Happening::Wrote { .. }
+                            | Happening::Synced { .. }
+                            | Happening::Squared { .. }
+                    )
+                };
                 self.process.happenings.retain(|_, h| !forgotten(h));
                 self.process.parking.clear();
                 self.process.writing.clear();
@@ -97,13 +103,24 @@ impl World {
             ComputeOp::TakeGradient { piece, .. } => {
                 let layer = piece.layer;
                 assert!(!locked[layer.index()], "layer {layer} is locked and has a gradient");
-                let last = piece.part as usize + 1 == self.pieces(layer);
-                let sum_of_squares = last.then(|| data.gradient(step, layer));
-                NodeEvent::Measured { attempt, piece, sum_of_squares }
+                if layer == self.table.embedding() && piece.part > 0 {
+                    let others = self.process.measured.get(&(attempt, layer)).copied();
+                    assert_eq!(others, Some(piece.part as usize), "rows before what they add to");
+                }
+                return self.measure(attempt, piece);
             }
             _ => return self.occupy_silently(time),
         };
         self.occupy(Resource::Device, time, attempt, event);
+    }
+
+    /// Measuring takes its time, and pieces overtake one another.
+    fn measure(&mut self, attempt: Attempt, piece: PieceId) {
+        let end = self.start_of(Resource::Device) + self.random_time();
+        // The sum is told later still.
+        let until = end + self.setup.costs.update;
+        self.process.in_flight_until = self.process.in_flight_until.max(until);
+        self.at(end, Happening::Squared { attempt, piece });
     }
 
     /// Device work that nobody waits for by itself.
@@ -114,12 +131,15 @@ impl World {
     }
 
     /// Pieces that a layer's gradient comes in.
-    fn pieces(&self, layer: LayerId) -> usize {
+    pub(super) fn pieces(&self, layer: LayerId) -> usize {
         self.table.pieces(layer, self.setup.tiling).len()
     }
 
     fn update(&mut self, (step, attempt): (Step, Attempt), piece: PieceId, from: Slot, to: Slot) {
         let (layer, pieces) = (piece.layer, self.pieces(piece.layer));
+        if self.process.attempts[&attempt].policy == Policy::Deferred {
+            assert_eq!(self.process.measured[&(attempt, layer)], pieces, "updated too early");
+        }
         let factor = self.process.attempts[&attempt].factor;
         let key = (attempt, layer);
         let begun = self.process.writing.remove(&key);

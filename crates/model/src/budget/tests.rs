@@ -4,37 +4,55 @@ use proptest::prelude::*;
 
 use super::*;
 
+fn at(step: u64, turn: u32) -> NextUse {
+    NextUse { step, turn }
+}
+
 #[test]
-fn spare_blocks_stay_until_their_room_is_needed_the_longest_kept_go_first() {
+fn spare_blocks_stay_until_their_room_is_needed_and_the_one_needed_last_goes_first() {
     let budget = Budget::new(100);
-    let keep = |byte: u8| {
+    let keep = |byte: u8, next_use| {
         let mut block = budget.block(30).unwrap();
         block.bytes_mut().fill(byte);
-        budget.spare(block)
+        budget.spare(block, next_use)
     };
-    let spares = [keep(1), keep(2), keep(3)];
+    let spares = [keep(1, at(1, 5)), keep(2, at(2, 0)), keep(3, at(1, 7))];
     let mut to = [0; 4];
-    assert!(spares[0].copy(26, &mut to) && to == [1; 4]);
+    assert!(spares[1].copy(26, &mut to) && to == [2; 4]);
     // Ten bytes are free, thirty more are needed.
     let other = budget.block(40).unwrap();
-    assert!(!spares[0].copy(0, &mut to) && spares[0].take().is_none());
-    assert!(spares[1].copy(0, &mut to) && to == [2; 4]);
+    assert!(!spares[1].copy(0, &mut to) && spares[1].take().is_none());
+    assert!(spares[0].copy(0, &mut to) && to == [1; 4]);
     let taken = spares[2].take().unwrap();
     assert_eq!(taken.bytes(), [3; 30]);
     assert!(matches!(budget.block(70), Err(BudgetError::Exhausted { .. })));
     drop((other, taken));
-    assert!(spares[1].take().is_none());
+    assert!(spares[0].take().is_none());
     assert_eq!(budget.block(100).unwrap().len(), 100);
+}
+
+#[test]
+fn what_nobody_came_for_goes_before_what_is_needed_last() {
+    let budget = Budget::new(90);
+    let keep = |next_use| budget.spare(budget.block(30).unwrap(), next_use);
+    let forgotten = keep(at(3, 9));
+    let (soon, late) = (keep(at(4, 0)), keep(at(5, 0)));
+    drop(budget.block(30).unwrap());
+    assert!(forgotten.take().is_none() && soon.take().is_some() && late.take().is_some());
 }
 
 #[test]
 fn a_spare_that_was_taken_does_not_count_as_one() {
     let budget = Budget::new(60);
-    let spare = budget.spare(budget.block(30).unwrap());
+    let spare = budget.spare(budget.block(30).unwrap(), at(1, 9));
     drop(spare.take());
-    let kept = budget.spare(budget.block(30).unwrap());
+    let kept = budget.spare(budget.block(30).unwrap(), at(1, 1));
     let _all = [budget.block(30).unwrap()];
     assert!(kept.take().is_some());
+    for turn in 0..10_000 {
+        drop(budget.spare(budget.block(30).unwrap(), at(1, turn)).take());
+    }
+    assert!(budget.account().spares.len() <= 2 * SPARES_MIN, "spares that are gone pile up");
 }
 
 #[test]

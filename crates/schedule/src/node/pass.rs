@@ -30,6 +30,8 @@ pub(super) struct Pass {
     losses: Vec<Option<f64>>,
     /// Square sums of gradients; zero for locked layers.
     sums: Vec<Option<f64>>,
+    /// Pieces of each layer's gradient that are still to come.
+    pieces: Vec<u32>,
 }
 
 impl Pass {
@@ -40,6 +42,9 @@ impl Pass {
         visits: Vec<Visit>,
         locked: &[bool],
     ) -> Pass {
+        let mut pieces = vec![0; locked.len()];
+        let made = visits.iter().filter_map(Visit::gradient);
+        made.for_each(|piece| pieces[piece.layer.index()] += 1);
         let stages = visits.iter().map(|visit| visit.stage.index() + 1).max().unwrap_or(0);
         Pass {
             step,
@@ -56,6 +61,7 @@ impl Pass {
             unparked: vec![0; stages],
             rows_ready: vec![false; micros as usize],
             losses: vec![None; micros as usize],
+            pieces,
             sums: locked.iter().map(|&locked| locked.then_some(0.0)).collect(),
         }
     }
@@ -120,14 +126,25 @@ impl Pass {
         self.losses[micro.0 as usize] = Some(loss);
     }
 
-    pub(super) fn measured(&mut self, layer: LayerId, sum_of_squares: f64) {
-        self.sums[layer.index()] = Some(sum_of_squares);
+    /// A piece is there. Pieces of a layer come in any order, with the last one its sum.
+    pub(super) fn measured(&mut self, layer: LayerId, sum_of_squares: Option<f64>) {
+        self.pieces[layer.index()] -= 1;
+        if sum_of_squares.is_some() {
+            self.sums[layer.index()] = sum_of_squares;
+        }
     }
 
-    /// Done with its arithmetic, and with every buffer: the next pass has them all.
+    /// Pieces of a layer's gradient that are still to come.
+    pub(super) fn missing(&self, layer: LayerId) -> u32 {
+        self.pieces[layer.index()]
+    }
+
+    /// Done with its arithmetic, and with every buffer: the next pass has them all. What waits in
+    /// `scratch/` is there.
     pub(super) fn is_finished(&self) -> bool {
         let computed = self.losses.iter().all(Option::is_some);
-        computed && self.sums.iter().all(Option::is_some) && self.bound == 0
+        let measured = self.pieces.iter().all(|&missing| missing == 0);
+        computed && measured && self.sums.iter().all(Option::is_some) && self.bound == 0
     }
 
     /// Sum over microbatches, in their order.

@@ -98,8 +98,9 @@ fn exactly_the_unlocked_layers_have_gradients_and_nothing_is_left_over() {
                     names.run(op, visit.piece, head);
                 }
             }
-            // Of each layer its pieces in their order, layers from the top down.
-            let unlocked = (0..table.len()).rev().filter(|&l| !locked[l]);
+            // Of each layer its pieces in their order; what the head gives a tied embedding early.
+            names.taken.sort_by_key(|piece| piece.layer);
+            let unlocked = (0..table.len()).filter(|&l| !locked[l]);
             let of = |l: usize| {
                 let layer = LayerId(l as u32);
                 let count = table.pieces(layer, tiling).len() as u32;

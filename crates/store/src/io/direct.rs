@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use model::{Budget, HostBytes};
+use model::{Budget, HostBytes, NextUse};
 
 use super::job::{Flying, Job, Moves};
 use super::kept::Kept;
@@ -151,9 +151,10 @@ impl Transfer for Direct {
         range: Range<u64>,
         block: HostBytes,
         budget: &Budget,
+        next_use: NextUse,
     ) -> HostBytes {
         let budget = budget.clone();
-        block.released_to(move |block| open.state.kept.keep(range, block, &budget))
+        block.released_to(move |block| open.state.kept.keep(range, block, (&budget, next_use)))
     }
 
     fn read(&self, open: Arc<OpenFile<Handles>>, offset: u64, part: Part, done: IoDone) {

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use model::{Budget, HostBytes, Spare};
+use model::{Budget, HostBytes, NextUse, Spare};
 
 use super::Part;
 use super::local::held;
@@ -25,12 +25,20 @@ struct KeptPart {
 }
 
 impl Kept {
-    /// Keeps what was read from `range`.
-    pub(super) fn keep(&self, range: Range<u64>, block: HostBytes, budget: &Budget) {
-        let spare = budget.spare(block);
+    /// Keeps what was read from or written to `range`, in the place of parts of it.
+    pub(super) fn keep(
+        &self,
+        range: Range<u64>,
+        block: HostBytes,
+        (budget, next_use): (&Budget, NextUse),
+    ) {
+        let spare = budget.spare(block, next_use);
         let mut parts = held(&self.parts);
-        parts.retain(|part| part.range != range);
+        let covers = |p: &KeptPart| range.start <= p.range.start && p.range.end <= range.end;
+        let covered: Vec<_> = parts.extract_if(.., |part| covers(part)).collect();
         parts.push(KeptPart { range, spare });
+        drop(parts);
+        covered.iter().for_each(|part| drop(part.spare.take()));
     }
 
     /// The very block that was read from `range`.
@@ -43,18 +51,26 @@ impl Kept {
         spare.take()
     }
 
-    /// A part that holds all of `range`; what ends with it is not kept for longer.
+    /// Parts that hold all of `range` together; what ends in it is not kept for longer.
     pub(super) fn find(&self, range: &Range<u64>) -> Option<KeptCopy> {
         let mut parts = held(&self.parts);
-        let holds = |p: &KeptPart| p.range.start <= range.start && range.end <= p.range.end;
-        let at = parts.iter().position(holds)?;
-        let start = (range.start - parts[at].range.start) as usize;
-        let last = parts[at].range.end == range.end;
-        let spare = match last {
-            true => parts.swap_remove(at).spare,
-            false => Arc::clone(&parts[at].spare),
+        let mut chosen: Vec<usize> = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let holds = |p: &KeptPart| p.range.start <= at && at < p.range.end;
+            chosen.push(parts.iter().position(holds)?);
+            at = parts[chosen[chosen.len() - 1]].range.end;
+        }
+        let piece = |&i: &usize| {
+            let KeptPart { range: part, spare } = &parts[i];
+            let (start, end) = (part.start.max(range.start), part.end.min(range.end));
+            let from = (start - part.start) as usize;
+            let to = (start - range.start) as usize..(end - range.start) as usize;
+            KeptPiece { spare: Arc::clone(spare), from, to, last: part.end <= range.end }
         };
-        Some(KeptCopy { spare, start, last })
+        let pieces = chosen.iter().map(piece).collect();
+        parts.retain(|part| part.range.end <= range.start || part.range.end > range.end);
+        Some(KeptCopy { pieces })
     }
 
     /// Forgets whatever overlaps `range`.
@@ -66,17 +82,27 @@ impl Kept {
 
 /// A read that memory may serve.
 pub(super) struct KeptCopy {
+    pieces: Vec<KeptPiece>,
+}
+
+struct KeptPiece {
     spare: Arc<Spare>,
-    start: usize,
+    /// Its first byte in the spare block, and its place in the read.
+    from: usize,
+    to: Range<usize>,
+    /// Nobody else reads the block.
     last: bool,
 }
 
 impl KeptCopy {
-    /// False if the contents went meanwhile.
+    /// False if contents went meanwhile.
     pub(super) fn fill(&self, part: &mut Part) -> bool {
-        let filled = self.spare.copy(self.start, part.bytes_mut());
-        if self.last {
-            drop(self.spare.take());
+        let mut filled = true;
+        for KeptPiece { spare, from, to, last } in &self.pieces {
+            filled &= spare.copy(*from, &mut part.bytes_mut()[to.clone()]);
+            if *last {
+                drop(spare.take());
+            }
         }
         filled
     }

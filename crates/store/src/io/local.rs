@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use model::{Budget, CHUNK_BYTES, HostBytes};
+use model::{Budget, CHUNK_BYTES, HostBytes, NextUse};
 
 use super::os::{self, FileSystem};
 use super::{
@@ -38,6 +38,7 @@ pub(super) trait Transfer: Send + Sync + fmt::Debug + 'static {
         _: Range<u64>,
         block: HostBytes,
         _: &Budget,
+        _: NextUse,
     ) -> HostBytes {
         block
     }
@@ -273,11 +274,15 @@ impl<T: Transfer> Io for Local<T> {
         budget: &Budget,
         after: AfterUse,
     ) -> HostBytes {
-        if after == AfterUse::Forget || block.is_empty() {
+        let next_use = match after {
+            AfterUse::Forget => return block,
+            AfterUse::Soon(next_use) | AfterUse::Later(next_use) => next_use,
+        };
+        if block.is_empty() {
             return block;
         }
         let range = offset..offset + block.len() as u64;
-        self.transfer.keeping(self.file(file), range, block, budget)
+        self.transfer.keeping(self.file(file), range, block, budget, next_use)
     }
 
     fn submit(&self, op: Op, done: IoDone) {

@@ -3,7 +3,7 @@
 //! Invariants:
 //! - a range that is mapped is never written: such a write is refused;
 //! - with drop-behind, pages leave the page cache after their map is dropped or their write-back
-//!   is done, so that resident memory stays bounded; with [`AfterUse::Keep`] they wait, unmapped,
+//!   is done, so that resident memory stays bounded; with [`AfterUse::Soon`] they wait, unmapped,
 //!   for their next reader;
 //! - reads never queue behind writes and syncs: they have threads of their own.
 
@@ -92,7 +92,7 @@ impl Transfer for Mmap {
         if open.state.source != Source::Cache {
             return Ok(Target::heap(HostBytes::zeroed((range.end - range.start) as usize)));
         }
-        let keep = self.keep_cached || after == AfterUse::Keep;
+        let keep = self.keep_cached || matches!(after, AfterUse::Soon(_));
         open.map(range, keep).map(Target::in_place).map_err(StoreError::from)
     }
 

@@ -25,7 +25,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
-use model::{Budget, CHUNK_BYTES, HostBytes};
+use model::{Budget, CHUNK_BYTES, HostBytes, NextUse};
 
 pub use direct::direct_engine;
 pub use faulty::{Fault, Faulty, OpKind};
@@ -55,10 +55,10 @@ pub enum Access {
 pub enum AfterUse {
     /// It goes, if the engine keeps resident memory bounded.
     Forget,
-    /// Somebody reads the range again soon and lets it go then.
-    Keep,
-    /// Somebody reads the range again later: memory that nobody needs may hold it.
-    IfRoom,
+    /// Somebody reads the range again right after and lets it go then.
+    Soon(NextUse),
+    /// Somebody reads the range again then: memory that nobody needs before may hold it.
+    Later(NextUse),
 }
 
 /// Who else may hold a lock.
@@ -209,8 +209,9 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
         budget: &Budget,
         after: AfterUse,
     ) -> Result<Target, StoreError>;
-    /// The block that a read of all of its range has filled, so that its contents outlast its use
-    /// as `after` says, if the engine has a way. `budget` is the one it was leased from.
+    /// The block that a read of all of its range has filled or that is to be written there, so that
+    /// its contents outlast its use as `after` says, if the engine has a way. `budget` is the one it
+    /// was leased from.
     fn keeping(
         &self,
         _file: FileId,

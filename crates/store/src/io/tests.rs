@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 
+use model::NextUse;
+
 use super::*;
 
 #[derive(Clone, Debug)]
@@ -198,7 +200,7 @@ fn what_is_read_again_soon_stays_cached_and_the_rest_goes() {
     };
     let plain = std::fs::File::open(&path).unwrap();
     let cached = || os::cached_pages(os::map(&plain, 0, len, || ()).unwrap().bytes());
-    read(AfterUse::Keep);
+    read(AfterUse::Soon(NextUse { step: 1, turn: 1 }));
     assert_eq!(cached(), 64);
     read(AfterUse::Forget);
     assert_eq!(cached(), 0);
@@ -227,23 +229,57 @@ fn what_is_read_again_comes_from_memory_until_it_is_written_or_its_room_is_neede
         assert!(block.bytes().iter().all(|byte| *byte == first));
         first
     };
+    let later = AfterUse::Later(NextUse { step: 1, turn: 1 });
     // Somebody else, whom the engine does not see.
     let behind = |byte: u8| std::fs::write(&path, vec![byte; len]).unwrap();
 
     write(1);
-    assert_eq!(read(0, len, AfterUse::IfRoom), 1);
+    assert_eq!(read(0, len, later), 1);
     behind(2);
-    assert_eq!(read(0, len, AfterUse::IfRoom), 1, "the whole, from memory");
+    assert_eq!(read(0, len, later), 1, "the whole, from memory");
     assert_eq!(read(4096, 8192, AfterUse::Forget), 1, "a part, from memory");
     assert_eq!(read(len - 4096, 4096, AfterUse::Forget), 1, "the last part");
-    assert_eq!(read(0, len, AfterUse::IfRoom), 2, "nothing is kept behind its last part");
+    assert_eq!(read(0, len, later), 2, "nothing is kept behind its last part");
     behind(3);
     drop(budget.block(39 * model::PAGE_BYTES).unwrap());
-    assert_eq!(read(0, len, AfterUse::IfRoom), 3, "its room was needed");
+    assert_eq!(read(0, len, later), 3, "its room was needed");
     write(4);
     assert_eq!(read(4096, 4096, AfterUse::Forget), 4, "it was written");
     behind(5);
     assert_eq!(read(0, len, AfterUse::Forget), 5);
     behind(6);
     assert_eq!(read(0, len, AfterUse::Forget), 6, "nobody wanted it kept");
+}
+
+#[test]
+fn what_is_written_is_read_from_memory_across_its_pieces() {
+    let temporary = tempfile::tempdir().unwrap();
+    let path = temporary.path().join("f");
+    let io = direct_engine(4);
+    let (page, budget) = (model::PAGE_BYTES, Budget::new(40 * model::PAGE_BYTES));
+    let len = 8 * page;
+    let file = io.create(&path, len as u64).unwrap();
+    let write = |at: usize, byte: u8| {
+        let mut block = budget.block(2 * page).unwrap();
+        block.bytes_mut().fill(byte);
+        let after = AfterUse::Later(NextUse { step: 1, turn: at as u32 });
+        let block = io.keeping(file, at as u64, block, &budget, after);
+        wait(|done| write_block(&*io, file, at as u64, &Arc::new(block), done)).unwrap();
+    };
+    let read = |at: usize, len: usize| {
+        let target = io.target(file, at as u64, len, &budget, AfterUse::Forget).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        let done = Box::new(move |block| sender.send(block).unwrap());
+        read_target(&*io, file, at as u64, target, done);
+        let block = receiver.recv().unwrap().unwrap();
+        block.bytes().chunks(page / 2).map(|half| half[0]).collect::<Vec<_>>()
+    };
+    [0, 1, 2, 3].iter().for_each(|&i| write(2 * page * i, i as u8 + 1));
+    std::fs::write(&path, vec![9; len]).unwrap();
+    let half = page / 2;
+    assert_eq!(read(half, 2 * page), [1, 1, 1, 2], "the first piece ends in it");
+    assert_eq!(read(half, page), [9, 9], "and is gone");
+    assert_eq!(read(3 * page, 3 * page), [2, 2, 3, 3, 3, 3]);
+    assert_eq!(read(5 * page, 3 * page), [9; 6], "not all of it is there");
+    assert_eq!(read(6 * page, 2 * page), [4; 4]);
 }

@@ -164,7 +164,7 @@ pub(crate) fn write_layer(
     for chunk in 0..store.chunks(layer) {
         let bytes = contents(store.layout(), layer, step, store.chunk_elements(layer, chunk));
         let hashes = bytes.hashes();
-        blocking(|done| store.write_chunk(layer, slot, chunk, bytes, hashes, done))?;
+        blocking(|done| store.write_chunk((layer, slot, chunk), (bytes, hashes), None, done))?;
     }
     blocking(|done| store.finish_layer(layer, slot, done))
 }
