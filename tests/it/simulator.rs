@@ -196,6 +196,7 @@ fn limits(setup: &Setup, table: &LayerTable) -> Limits {
         kept: 0,
         kept_logits: 0,
         optimizer_chunks: 4,
+        spare_bytes: 0,
     }
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use model::{LayerTable, Limits, ModelConfig, StateLayout};
+use model::{LayerTable, Limits, ModelConfig, StateLayout, Tiling};
 use schedule::{Policy, StepBytes, StepPlan, Updates};
 use serde_json::json;
 use store::{ReadingStore, show_bytes};
@@ -182,6 +182,7 @@ struct Fit {
     scratch: u64,
     spilled: usize,
     parked: usize,
+    tiling: Tiling,
     flops: f64,
     /// With a profile.
     seconds: Option<Seconds>,
@@ -258,7 +259,11 @@ impl Row {
                 "written_bytes": fit.bytes.written,
                 "scratch_bytes": fit.scratch,
                 "layers_with_gradients_on_disk": fit.spilled,
-                "layers_with_inputs_on_disk": fit.parked,
+                "inputs_on_disk": fit.parked,
+                "decoder_layers": match fit.tiling {
+                    Tiling::Whole => "whole",
+                    Tiling::Blocks => "in blocks",
+                },
                 "update": update_name(fit.updates),
                 "product_flops": fit.flops,
                 "steps_until_rated_writes": self.steps_of_a_drive(),
@@ -295,7 +300,12 @@ impl std::fmt::Display for Row {
         write!(out, "{read:>11} {written:>11} {steps:>7.0} steps  ")?;
         match (fit.spilled, fit.parked) {
             (0, 0) => write!(out, "in RAM")?,
-            (spilled, parked) => write!(out, "of {spilled} and {parked} layers on disk")?,
+            (spilled, parked) => {
+                write!(out, "on disk: of {spilled} layers, of {parked} visits")?;
+            }
+        }
+        if fit.tiling == Tiling::Blocks {
+            write!(out, ", layers in blocks")?;
         }
         write!(out, ", {}", update_name(fit.updates))?;
         let Some(seconds) = fit.seconds else { return Ok(()) };
@@ -343,7 +353,11 @@ impl Fit {
             locked: &subject.locked,
         };
         let of_layers = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();
-        let spilled = if policy == Policy::Deferred { of_layers(&limits.spilled) } else { 0 };
+        let spilled = match policy {
+            Policy::Deferred => of_layers(&limits.spilled),
+            // What a tied embedding gets from the head.
+            Policy::Fused => usize::from(limits.spilled[0]),
+        };
         let seconds = ask.profile.as_ref().and_then(|p| seconds(p, &plan, record, subject));
         Fit {
             seconds,
@@ -354,6 +368,7 @@ impl Fit {
             scratch: actors::scratch_bytes(limits, record.shape().micros()),
             spilled,
             parked: of_layers(&limits.parked),
+            tiling: limits.tiling,
             flops: plan.product_flops(),
         }
     }

@@ -1,7 +1,7 @@
 //! [`Budget`]: the hard cap on host memory that blocks are leased from.
 //!
 //! Invariants:
-//! - the bytes of living, spare and cached blocks never exceed the budget;
+//! - the bytes of living, spare and cached blocks and of scraps never exceed the budget;
 //! - a spare block goes whenever somebody needs its room: it is never in the way;
 //! - of spare blocks the one goes first whose contents are needed last.
 
@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::HostBytes;
+use crate::os::{LARGE_BYTES, Pages};
 
 /// Why memory was refused.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
@@ -37,11 +38,13 @@ const SPARES_MIN: usize = 64;
 #[derive(Debug)]
 struct Account {
     total_bytes: usize,
-    /// Living and cached blocks.
+    /// Living and cached blocks, and scraps.
     held_bytes: usize,
     living_bytes: usize,
     peak_bytes: usize,
     cached: BTreeMap<usize, Vec<HostBytes>>,
+    /// Pages of cached blocks that made room, for blocks of other lengths.
+    scraps: Vec<Pages>,
     /// Blocks whose contents may be of use, by when, and in the order of their coming.
     spares: BTreeMap<(NextUse, u64), Arc<Spare>>,
     /// Spare blocks so far, and how many there may be before those that were taken are cleared away.
@@ -101,6 +104,7 @@ impl Budget {
             living_bytes: 0,
             peak_bytes: 0,
             cached: BTreeMap::new(),
+            scraps: Vec::new(),
             spares: BTreeMap::new(),
             spare_count: 0,
             spares_most: SPARES_MIN,
@@ -169,8 +173,11 @@ impl Account {
             Some(block) => block,
             None => {
                 self.make_room(len)?;
-                self.held_bytes += len;
-                HostBytes::zeroed(len)
+                let scraps = self.scrap_bytes();
+                let block = HostBytes::of_scraps(len, &mut self.scraps);
+                self.held_bytes += len + self.scrap_bytes();
+                self.held_bytes -= scraps;
+                block
             }
         };
         self.living_bytes += len;
@@ -204,23 +211,44 @@ impl Account {
         self.cached.entry(block.len()).or_default().push(block);
     }
 
+    /// Makes room for a block of `len`, which takes over what it can of the scraps.
     fn make_room(&mut self, len: usize) -> Result<(), BudgetError> {
-        while self.held_bytes + len > self.total_bytes {
-            let Some(mut entry) = self.cached.last_entry() else {
+        loop {
+            let reused = self.scrap_bytes().min(len / LARGE_BYTES * LARGE_BYTES);
+            if self.held_bytes + len <= self.total_bytes + reused {
+                return Ok(());
+            }
+            if let Some(block) = self.pop_cached() {
+                self.held_bytes -= block.len();
+                if let Some(pages) = block.into_pages().filter(|pages| pages.huge_bytes() > 0) {
+                    self.held_bytes += pages.huge_bytes();
+                    self.scraps.push(pages);
+                }
+            } else if self.scrap_bytes() > reused {
+                let scrap = self.scraps.swap_remove(0);
+                self.held_bytes -= scrap.huge_bytes();
+            } else {
                 return Err(BudgetError::Exhausted {
                     wanted_bytes: len,
                     used_bytes: self.living_bytes,
                     total_bytes: self.total_bytes,
                 });
-            };
-            match entry.get_mut().pop() {
-                Some(block) => self.held_bytes -= block.len(),
-                None => {
-                    entry.remove();
-                }
             }
         }
-        Ok(())
+    }
+
+    fn pop_cached(&mut self) -> Option<HostBytes> {
+        loop {
+            let mut entry = self.cached.last_entry()?;
+            match entry.get_mut().pop() {
+                Some(block) => return Some(block),
+                None => entry.remove(),
+            };
+        }
+    }
+
+    fn scrap_bytes(&self) -> usize {
+        self.scraps.iter().map(Pages::huge_bytes).sum()
     }
 }
 

@@ -45,6 +45,28 @@ impl HostBytes {
         HostBytes { start, len, writable: true, _owner: Box::new((fresh, lease)) }
     }
 
+    /// A page-aligned, writable block of `len` bytes whose contents are unspecified (but initialised),
+    /// of `scraps` as far as those reach.
+    pub(crate) fn of_scraps(len: usize, scraps: &mut Vec<Pages>) -> HostBytes {
+        if len < LARGE_BYTES {
+            return HostBytes::zeroed(len);
+        }
+        let fresh = match Pages::of_scraps(len, scraps) {
+            Ok(pages) => Fresh::Large(pages),
+            Err(_) => Fresh::zeroed(len),
+        };
+        let start = fresh.start();
+        HostBytes { start, len, writable: true, _owner: Box::new((fresh, ())) }
+    }
+
+    /// The pages of a large block that [`HostBytes::zeroed`] or [`HostBytes::of_scraps`] made.
+    pub(crate) fn into_pages(self) -> Option<Pages> {
+        match self._owner.downcast::<(Fresh, ())>().map(|owner| owner.0) {
+            Ok(Fresh::Large(pages)) => Some(pages),
+            _ => None,
+        }
+    }
+
     /// A block that starts at `start`, valid as long as `owner` lives.
     ///
     /// # Safety
@@ -229,6 +251,35 @@ mod tests {
         assert!(block.bytes().iter().all(|&b| b == 0));
         block.f32s_mut()[1024] = 1.5;
         assert_eq!(block.bytes()[4096..], 1.5f32.to_le_bytes());
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn pages_serve_in_another_shape() {
+        let block = |pages: usize, byte: u8| {
+            let mut block = HostBytes::zeroed(pages * LARGE_BYTES + 100);
+            block.bytes_mut().fill(byte);
+            block.into_pages().unwrap()
+        };
+        let mut scraps = vec![block(3, 1), block(1, 2)];
+        let mut whole = HostBytes::of_scraps(3 * LARGE_BYTES + 70_000, &mut scraps);
+        let pages: Vec<u8> = whole.bytes().chunks(LARGE_BYTES).map(|page| page[0]).collect();
+        assert_eq!(pages, [2, 1, 1, 0], "the rest is fresh");
+        let count = |byte: u8| whole.bytes().iter().filter(|b| **b == byte).count();
+        assert_eq!((count(1), count(2)), (2 * LARGE_BYTES, LARGE_BYTES));
+        assert_eq!(scraps.iter().map(Pages::huge_bytes).sum::<usize>(), LARGE_BYTES);
+        whole.bytes_mut().fill(7);
+        // A map that was put together of several comes apart again.
+        scraps.push(whole.into_pages().unwrap());
+        let small: Vec<HostBytes> =
+            (0..4).map(|_| HostBytes::of_scraps(LARGE_BYTES, &mut scraps)).collect();
+        let first: Vec<u8> = small.iter().map(|block| block.bytes()[LARGE_BYTES - 1]).collect();
+        assert_eq!(first, [7, 7, 7, 1]);
+        assert!(
+            small.iter().all(|block| (block.bytes().as_ptr() as usize).is_multiple_of(LARGE_BYTES))
+        );
+        assert_eq!(HostBytes::of_scraps(LARGE_BYTES, &mut scraps).bytes()[0], 0);
+        assert!(HostBytes::zeroed(100).into_pages().is_none());
     }
 
     #[test]

@@ -90,6 +90,8 @@ pub struct Limits {
     pub kept_logits: usize,
     /// Chunks of state the optimizer has in flight.
     pub optimizer_chunks: usize,
+    /// Bytes that are left for state that is read again.
+    pub spare_bytes: usize,
 }
 
 /// Most bytes of one operation on the disk: a chunk of float32 values.
@@ -99,6 +101,8 @@ const OPTIMIZER_CHUNKS_MIN: usize = 2;
 const OPTIMIZER_CHUNKS_MAX: usize = 6;
 /// Tiles that pay beside the two with which the next one loads while one computes.
 const EXTRA_TILES: usize = 2;
+/// Tiles that stay until the optimizer, inside the sweep, has read their weights again.
+const FOLLOWING_TILES: usize = 2;
 /// Layers whose pieces may have met in the middle of a chunk that is not complete yet.
 const OPEN_SEAMS: usize = 2;
 /// Fewest inputs per microbatch: of the layer that computes, of the next one, and on its way to or
@@ -112,8 +116,9 @@ impl Limits {
     /// Shares `ram_bytes` out. Decoder layers are streamed in blocks only if they do not fit whole;
     /// `workspace` says what the device needs either way. What is left above the minimum goes to the
     /// gradient of an embedding that is tied, to the inputs of stages, to the optimizer's chunks, to
-    /// gradients that wait for the norm of the model, to weights, to inner activations and to logits,
-    /// in that order: by what a byte saves.
+    /// gradients that wait for the norm of the model, to weights that the optimizer reads again, to
+    /// weights ahead, to inner activations and to logits, in that order: by what a byte saves. The
+    /// rest is for state that is read again.
     pub fn new(
         table: &LayerTable,
         layout: StateLayout,
@@ -296,10 +301,12 @@ impl Parts {
         let waiting = share(1, self.waiting_gradients());
         let mut spilled = self.spilled(waiting);
         spilled[0] = !keeps_tied;
+        let following = share(self.largest_tile, FOLLOWING_TILES);
         let extra_tiles = share(self.largest_tile, EXTRA_TILES);
         let kept = share(self.workspace.kept_bytes, (self.stages - 2) * self.micros);
         let scored = self.vocabulary_tiles.saturating_sub(1);
         let kept_logits = share(self.workspace.logits_bytes, scored * self.micros);
+        let spare_bytes = spare + following * self.largest_tile;
         let tied_kept = if keeps_tied { tied_bytes } else { 0 };
         let gradient_bytes = self.gradients() + tied_kept + waiting;
         let mut piece_bytes = self.pieces;
@@ -318,6 +325,7 @@ impl Parts {
             kept,
             kept_logits,
             optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
+            spare_bytes,
         }
     }
 }

@@ -26,7 +26,7 @@ pub struct StepPlan<'a> {
 pub struct StepBytes {
     /// At most: the rows of the embedding that tokens name are counted as if all were different.
     pub read: u64,
-    /// Of these: weights that the sweep has just read, which come from memory.
+    /// Of these: what comes from memory, because the sweep has just read it or spare memory holds it.
     pub read_again: u64,
     pub written: u64,
 }
@@ -66,10 +66,18 @@ impl StepPlan<'_> {
                 bytes.written += gradient;
             }
         }
+        bytes.read_again += self.held(bytes);
         let inputs = self.parked() * self.shape.micros() as u64;
         bytes.read += inputs * self.limits.boundary_bytes as u64;
         bytes.written += inputs * self.limits.boundary_bytes as u64;
         bytes
+    }
+
+    /// What spare memory saves of the state's reads: the share of the state that it has room for.
+    fn held(&self, bytes: StepBytes) -> u64 {
+        let state = self.layout.bytes(self.table.elements()).max(1) as f64;
+        let share = (self.limits.spare_bytes as f64 / state).min(1.0);
+        (share * bytes.read_from_disk() as f64) as u64
     }
 
     /// Multiplications and additions of products with weights.
@@ -166,8 +174,8 @@ mod tests {
     fn per_parameter(layout: StateLayout, precision: Precision, policy: Policy) -> (f64, f64) {
         let table = table(true);
         let workspace = Workspace { precision, ..Workspace::default() };
-        let limits =
-            Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1 << 30).unwrap();
+        let limits = Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1 << 30);
+        let limits = Limits { spare_bytes: 0, ..limits.unwrap() };
         let bytes = |locked: &[bool]| {
             let shape = SHAPE;
             let limits = &limits;
@@ -204,6 +212,24 @@ mod tests {
                 assert!(near(found.0, read) && near(found.1, written), "{layout} {found:?}");
             }
         }
+    }
+
+    #[test]
+    fn what_spare_memory_holds_is_not_read_from_the_disk() {
+        let table = table(true);
+        let (layout, precision) = (StateLayout::F32, Precision::Exact);
+        let locked = vec![false; table.len()];
+        let read = |spare: f64| {
+            let workspace = Workspace::default();
+            let limits = Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1 << 30);
+            let spare_bytes = (spare * layout.bytes(table.elements()) as f64) as usize;
+            let limits = &Limits { spare_bytes, ..limits.unwrap() };
+            let (shape, policy, locked) = (SHAPE, Policy::Fused, &locked[..]);
+            StepPlan { table: &table, layout, precision, shape, limits, policy, locked }.bytes()
+        };
+        let (none, half, all) = (read(0.0), read(0.5), read(2.0));
+        assert!(half.read_from_disk().abs_diff(none.read_from_disk() / 2) < 100);
+        assert_eq!((all.read_from_disk(), all.read), (0, none.read));
     }
 
     #[test]

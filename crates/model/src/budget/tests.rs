@@ -64,22 +64,41 @@ fn dropped_blocks_are_reused_and_make_room_for_other_lengths() {
     assert_eq!((budget.used_bytes(), budget.peak_bytes()), (0, 9_000));
 }
 
+#[test]
+#[cfg(target_os = "linux")]
+fn pages_that_make_room_serve_in_blocks_of_other_lengths() {
+    let mib = 1 << 20;
+    let budget = Budget::new(41 * mib);
+    for round in 0..3 {
+        let small: Vec<HostBytes> = (0..10).map(|_| budget.block(4 * mib).unwrap()).collect();
+        let seen = small.iter().filter(|block| block.bytes()[mib] == 9).count();
+        // The large one's last, short page is fresh every time.
+        assert_eq!(seen, if round == 0 { 0 } else { 10 });
+        drop(small);
+        let mut large = budget.block(40 * mib + 5).unwrap();
+        large.bytes_mut().fill(9);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn a_budget_never_exceeds_its_total(lengths in prop::collection::vec(1usize..5_000, 1..40)) {
-        let budget = Budget::new(10_000);
+    fn a_budget_never_exceeds_its_total(lengths in prop::collection::vec(1usize..5_000, 1..40), scale in 0usize..2) {
+        // Blocks of the heap, and maps of their own.
+        let (unit, total) = ([1, 1_999][scale], [10_000, 19_990_000][scale]);
+        let budget = Budget::new(total);
         let mut living: Vec<HostBytes> = Vec::new();
         for len in lengths {
+            let len = len * unit;
             let sum: usize = living.iter().map(HostBytes::len).sum();
             match budget.block(len) {
                 Ok(block) => {
-                    prop_assert!(sum + len <= 10_000);
+                    prop_assert!(sum + len <= total);
                     living.push(block);
                 }
                 Err(BudgetError::Exhausted { used_bytes, .. }) => {
-                    prop_assert!(sum + len > 10_000);
+                    prop_assert!(sum + len > total);
                     prop_assert_eq!(used_bytes, sum);
                     living.remove(0);
                 }
