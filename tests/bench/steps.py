@@ -19,6 +19,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parents[2]
@@ -65,7 +66,8 @@ def main():
     work.mkdir(parents=True, exist_ok=True)
     profile = work / "profile.toml"
     if not profile.exists():
-        output(args, "bench", "--dir", str(work), "--out", str(profile))
+        quick = ["--disk-bytes", "64M"] if args.small else []
+        output(args, "bench", "--store", str(work), "--out", str(profile), *quick)
     chosen = args.models.split(",")
     results = []
     for case in CASES:
@@ -121,7 +123,8 @@ def measure(args, work, profile, model, layout, rows, seq_len, options):
 
 def watch(command, log, steps):
     """Bytes of the disk when each step has committed, and the most anonymous memory."""
-    process = subprocess.Popen(command)
+    said = tempfile.TemporaryFile("w+")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
     marks, most = [], 0
     while process.poll() is None:
         try:
@@ -135,7 +138,8 @@ def watch(command, log, steps):
             pass
         time.sleep(0.02)
     if process.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with code {process.returncode}")
+        said.seek(0)
+        sys.exit(f"{' '.join(command)} ended with code {process.returncode}: {said.read()}")
     return marks[:steps], most
 
 

@@ -434,9 +434,9 @@ impl OptimizerActor {
 
     fn layer(&mut self, job: UpdateJob) -> &mut Written {
         let chunks = if self.args.weigh { self.args.store.chunks(job.piece.layer) } else { 0 };
-        let weights = vec![NormTree::new(); chunks];
-        let fresh = Written { pieces: 0, weights, rows: None };
-        self.layers.entry((job.attempt, job.piece.layer)).or_insert(fresh)
+        let weights = || vec![NormTree::new(); chunks];
+        let fresh = || Written { pieces: 0, weights: weights(), rows: None };
+        self.layers.entry((job.attempt, job.piece.layer)).or_insert_with(fresh)
     }
 
     /// A piece's chunks are written.

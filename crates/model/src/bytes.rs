@@ -11,7 +11,7 @@ use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 
-use crate::os::{LARGE_BYTES, Pages};
+use crate::os::{MAPPED_BYTES, Pages};
 
 /// Alignment of every block and unit of the on-disk layout.
 pub const PAGE_BYTES: usize = 4096;
@@ -48,7 +48,7 @@ impl HostBytes {
     /// A page-aligned, writable block of `len` bytes whose contents are unspecified (but initialised),
     /// of `scraps` as far as those reach.
     pub(crate) fn of_scraps(len: usize, scraps: &mut Vec<Pages>) -> HostBytes {
-        if len < LARGE_BYTES {
+        if len < MAPPED_BYTES {
             return HostBytes::zeroed(len);
         }
         let fresh = match Pages::of_scraps(len, scraps) {
@@ -198,7 +198,7 @@ impl Fresh {
     fn zeroed(len: usize) -> Fresh {
         let layout = Layout::from_size_align(len.max(1), PAGE_BYTES)
             .unwrap_or_else(|_| panic!("block of {len} bytes is beyond the address space"));
-        if len < LARGE_BYTES {
+        if len < MAPPED_BYTES {
             return Fresh::Heap(Heap::zeroed(layout));
         }
         let pages = Pages::zeroed(len);
@@ -242,6 +242,7 @@ impl Drop for Heap {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::os::LARGE_BYTES;
     use std::sync::Arc;
 
     #[test]

@@ -11,7 +11,11 @@
 use std::io;
 use std::ptr::NonNull;
 
-/// From this length on a block is worth a map of its own: one huge page of x86-64.
+/// From this length on a block is a map of its own, which goes back to the system when it is
+/// dropped: the heap would keep what it cannot put together.
+pub(crate) const MAPPED_BYTES: usize = 256 << 10;
+
+/// One huge page of x86-64: what maps are aligned to, and what serves in another shape.
 pub(crate) const LARGE_BYTES: usize = 2 << 20;
 
 /// Of all systems: a multiple of it is a whole number of pages.
