@@ -109,30 +109,25 @@ impl<'r> Forward<'r> {
     fn sweep(&mut self, batch: &Batch, ask: &Ask<'_>) -> Result<Answer, Failure> {
         let table = self.reader.table();
         self.embed(batch)?;
-        let of_layer = |layer: &model::LayerSpec| {
-            let id = layer.id;
-            table.tiles(id, Tiling::Blocks).into_iter().map(move |tile| (id, tile))
-        };
-        let tiles: Vec<(LayerId, TileSpec)> =
-            table.layers()[1..].iter().flat_map(of_layer).collect();
+        let tiles: Vec<TileSpec> = table.streamed(Tiling::Blocks).collect();
         let mut logits = Vec::new();
         let reader = self.reader;
         std::thread::scope(|scope| {
             let (sender, next) = std::sync::mpsc::sync_channel(1);
             let tiles_to_read = &tiles;
             scope.spawn(move || {
-                for (_, tile) in tiles_to_read {
+                for tile in tiles_to_read {
                     let bytes = reader.weights(tile.source, tile.elements.clone());
                     if sender.send(bytes).is_err() {
                         return;
                     }
                 }
             });
-            for (at, (layer, tile)) in tiles.iter().enumerate() {
+            for (at, tile) in tiles.iter().enumerate() {
                 let weights = next.recv().map_err(|_| Failure::Lost)??;
-                let id = WeightsId(at as u64);
-                self.compute(Command::Bind { id, layer: *layer, tile: tile.id, weights })?;
-                self.visit(id, *layer, tile, batch, ask, &mut logits)?;
+                let (id, layer) = (WeightsId(at as u64), table.layer_of(tile));
+                self.compute(Command::Bind { id, layer, tile: tile.id, weights })?;
+                self.visit(id, layer, tile, batch, ask, &mut logits)?;
                 self.compute(Command::Unbind { id })?;
             }
             Ok::<(), Failure>(())

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use compute::{Command, Gradient, Outcome};
 use kameo::prelude::*;
 use model::{
-    Attempt, HostBytes, LayerId, LayerTable, Micro, PieceId, Precision, Slot, Stage, Step, Tiling,
-    Weights,
+    Attempt, HostBytes, LayerId, LayerTable, Micro, PieceId, Precision, Slot, Stage, Step, Weights,
 };
 use schedule::{
     Again, ComputeOp, FromNode, Node, NodeCommand, NodeConfig, NodeEvent, ToNode, VisitId, Written,
@@ -51,9 +50,8 @@ pub(crate) struct NodeArgs {
 
 pub(crate) struct NodeActor {
     directory: Directory,
-    table: Arc<LayerTable>,
+    model: translate::Model,
     node: Node,
-    tiling: Tiling,
     map: Arc<ScratchMap>,
     input_bytes: usize,
     adam_steps: Vec<u64>,
@@ -95,10 +93,9 @@ impl Actor for NodeActor {
             map: args.map,
             precision: args.precision,
             seed: args.seed,
-            tiling: args.config.limits.tiling,
+            model: translate::Model::new(Arc::clone(&args.table), args.config.limits.tiling),
             input_bytes: args.config.limits.boundary_bytes,
             node: Node::new(&args.table, args.config),
-            table: args.table,
             adam_steps: args.adam_steps,
             works: BTreeMap::new(),
             rows: BTreeMap::new(),
@@ -214,7 +211,7 @@ impl NodeActor {
             ToNode::Begin { attempt, ref locked, .. } => {
                 if let Some(work) = work {
                     let locked = Arc::clone(locked);
-                    let layers = vec![LayerReport::default(); self.table.len()];
+                    let layers = vec![LayerReport::default(); self.model.table.len()];
                     let (begun, forward_seconds) = (Instant::now(), 0.0);
                     let in_work = InWork { work, locked, factor, layers, begun, forward_seconds };
                     self.works.insert(attempt, in_work);
@@ -284,15 +281,14 @@ impl NodeActor {
             directory.node().post(NodeMessage::Measured { attempt, piece, result });
         });
         self.load.optimizing += 1;
-        let pieces = self.table.pieces(piece.layer, self.tiling);
-        let elements = pieces[piece.part as usize].clone();
+        let elements = self.model.table.piece(piece, self.model.tiling);
         let request =
             OptimizerMessage::Measure { attempt, piece, elements, gradient, spill, reply };
         self.directory.optimizer().post(request);
     }
 
     fn note_seconds(&mut self, attempt: Attempt, op: ComputeOp, seconds: f64) {
-        let (layer, backward) = translate::layer_and_sweep(op, self.table.head());
+        let (layer, backward) = translate::layer_and_sweep(op, self.model.table.head());
         self.note(attempt, layer, |report| {
             let sweep = &mut report.seconds;
             *(if backward { &mut sweep.backward } else { &mut sweep.forward }) += seconds;
@@ -362,7 +358,7 @@ impl NodeActor {
             directory.node().post(NodeMessage::Rows { attempt, micro, result });
         });
         let ids = in_work.work.batch.micro(micro).ids.clone();
-        let width = self.table.layer(layer).tensors[0].shape[1];
+        let width = self.model.table.layer(layer).tensors[0].shape[1];
         let (at, precision) = ((layer, slot), self.precision);
         let request = StoreRequest::GatherRows { at, width, ids, precision, reply };
         self.directory.store().post(request);
@@ -416,8 +412,7 @@ impl NodeActor {
         let Some(in_work) = self.works.get(&attempt) else { return };
         let weights = translate::weights_id(attempt, visit);
         let batch = &in_work.work.batch;
-        let model = translate::Model { table: &self.table, tiling: self.tiling };
-        let commands = translate::commands(op, weights, batch, model, &mut self.rows);
+        let commands = translate::commands(op, weights, batch, &self.model, &mut self.rows);
         for command in commands {
             self.device.enqueued(Instant::now(), self.load.computing == 0);
             self.load.computing += 1;
@@ -448,7 +443,7 @@ impl NodeActor {
         let t = self.adam_steps[layer.index()] + 1;
         let prepared = in_work.work.adamw.prepare(t, factor);
         let rounding = optim::rounding_key(self.seed, u64::from(layer.0), t);
-        let pieces = self.table.pieces(layer, self.tiling).len();
+        let pieces = self.model.table.pieces(layer, self.model.tiling).len();
         let again =
             WrittenAgain { precision: self.precision, weights: again.weights, state: again.state };
         let job =

@@ -279,6 +279,20 @@ impl LayerTable {
         of_tiles.map(|tile| tile.elements).chain(rows).collect()
     }
 
+    /// The layer that is visited for a tile: the head for those of the vocabulary, whoever holds their
+    /// weights.
+    pub fn layer_of(&self, tile: &TileSpec) -> LayerId {
+        if tile.vocabulary.is_empty() { tile.source } else { self.head() }
+    }
+
+    /// Elements of a piece.
+    ///
+    /// # Panics
+    /// If the layer has no such piece: a programmer's error.
+    pub fn piece(&self, piece: PieceId, tiling: Tiling) -> Range<usize> {
+        self.pieces(piece.layer, tiling).swap_remove(piece.part as usize)
+    }
+
     /// The piece that is a tile's gradient.
     pub fn piece_of(&self, tile: &TileSpec, tiling: Tiling) -> PieceId {
         let pieces = self.pieces(tile.source, tiling);

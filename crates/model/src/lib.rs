@@ -28,6 +28,7 @@ pub use layers::{
 pub use limits::{CHUNK_BYTES, Limits, RunShape, Wait, Workspace};
 pub use planes::{
     CHUNK_ELEMENTS, MOMENT_BLOCK, PLANES, Plane, PlaneSpec, PlaneType, Precision, StateLayout,
-    from_bf16, from_bf16_into, join, join_into, split, split_into, to_bf16,
+    chunk_count, chunk_elements, from_bf16, from_bf16_into, join, join_into, split, split_into,
+    to_bf16,
 };
 pub use weights::Weights;

@@ -75,8 +75,7 @@ impl Pages {
             && let Some(scrap) = scraps.last_mut()
         {
             // One large page at a time: a map that was put together is many to the system.
-            let moved = scrap.huge_bytes() > 0 && pages.move_in(done, scrap);
-            if moved {
+            if scrap.huge_bytes() > 0 && pages.move_in(done, scrap)? {
                 done += LARGE_BYTES;
             } else {
                 scraps.pop();
@@ -90,9 +89,10 @@ impl Pages {
         self.len / LARGE_BYTES * LARGE_BYTES
     }
 
-    /// Moves the last large page of `scrap` to `at`; false if the system refuses.
+    /// Moves the last large page of `scrap` to `at`; false if the system refuses, and what is there
+    /// then is zero.
     #[cfg(target_os = "linux")]
-    fn move_in(&self, at: usize, scrap: &mut Pages) -> bool {
+    fn move_in(&self, at: usize, scrap: &mut Pages) -> io::Result<bool> {
         let from = scrap.huge_bytes() - LARGE_BYTES;
         assert!(at + LARGE_BYTES <= self.len && at.is_multiple_of(LARGE_BYTES), "a page of ours");
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
@@ -103,17 +103,35 @@ impl Pages {
             libc::mremap(from, LARGE_BYTES, LARGE_BYTES, flags, to)
         };
         if moved == libc::MAP_FAILED {
-            return false;
+            // It may have unmapped what lay at `at` before it gave up.
+            self.map_again(at)?;
+            return Ok(false);
         }
         // SAFETY: what is behind the page that went is still ours, and nobody uses it.
         unsafe { unmap(scrap.start.add(from + LARGE_BYTES), scrap.whole - from - LARGE_BYTES) };
         (scrap.len, scrap.whole) = (from, from);
-        true
+        Ok(true)
     }
 
     #[cfg(not(target_os = "linux"))]
-    fn move_in(&self, _: usize, _: &mut Pages) -> bool {
-        false
+    fn move_in(&self, _: usize, _: &mut Pages) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    /// A fresh large page at `at`, in the place of whatever is there.
+    #[cfg(target_os = "linux")]
+    fn map_again(&self, at: usize) -> io::Result<()> {
+        assert!(at + LARGE_BYTES <= self.len && at.is_multiple_of(LARGE_BYTES), "a page of ours");
+        let (protection, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+        );
+        // SAFETY: the range is inside a map of ours that nobody uses yet.
+        let map = unsafe {
+            let place = self.start.add(at).as_ptr().cast();
+            libc::mmap(place, LARGE_BYTES, protection, flags, -1, 0)
+        };
+        if map == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     pub(crate) fn start(&self) -> NonNull<u8> {
@@ -134,5 +152,24 @@ unsafe fn unmap(start: NonNull<u8>, len: usize) {
     if len > 0 {
         // SAFETY: the caller's promise. Unmapping whole maps of ours cannot fail.
         unsafe { libc::munmap(start.as_ptr().cast(), len) };
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_that_is_mapped_again_is_zero_and_ours() {
+        let pages = Pages::zeroed(3 * LARGE_BYTES).unwrap();
+        // SAFETY: the test alone uses the map, inside its length.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(pages.start().as_ptr(), pages.len) };
+        bytes.fill(5);
+        // SAFETY: as a refused move leaves it.
+        unsafe { unmap(pages.start().add(LARGE_BYTES), LARGE_BYTES) };
+        pages.map_again(LARGE_BYTES).unwrap();
+        let firsts: Vec<u8> = bytes.chunks(LARGE_BYTES).map(|page| page[9]).collect();
+        assert_eq!(firsts, [5, 0, 5]);
+        bytes[LARGE_BYTES] = 1;
     }
 }

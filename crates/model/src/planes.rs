@@ -11,6 +11,22 @@ use std::str::FromStr;
 
 /// Parameters of one unit of the optimizer's reading, writing and hashing.
 pub const CHUNK_ELEMENTS: usize = 1 << 20;
+
+/// Number of chunks of a layer of so many parameters.
+pub fn chunk_count(elements: usize) -> usize {
+    elements.div_ceil(CHUNK_ELEMENTS)
+}
+
+/// Parameters of a chunk of a layer of so many.
+///
+/// # Panics
+/// If the layer has no such chunk: a programmer's error.
+pub fn chunk_elements(elements: usize, chunk: usize) -> Range<usize> {
+    let start = chunk * CHUNK_ELEMENTS;
+    assert!(start < elements, "chunk {chunk} of {}", chunk_count(elements));
+    start..(start + CHUNK_ELEMENTS).min(elements)
+}
+
 /// Parameters that share a scale where moments have 8 bits.
 pub const MOMENT_BLOCK: usize = 256;
 

@@ -39,6 +39,22 @@ pub enum VisitKind {
     EmbedBackward,
 }
 
+impl VisitKind {
+    /// Whether the visit is on the way to the loss and makes no gradient. The turn does both.
+    pub fn is_forward(self) -> bool {
+        match self {
+            VisitKind::Embed | VisitKind::Forward | VisitKind::HeadNorm | VisitKind::HeadScore => {
+                true
+            }
+            VisitKind::HeadTurn
+            | VisitKind::HeadBackward
+            | VisitKind::HeadNormBackward
+            | VisitKind::Backward
+            | VisitKind::EmbedBackward => false,
+        }
+    }
+}
+
 /// One stop of a sweep.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Visit {
@@ -58,9 +74,7 @@ pub struct Visit {
 impl Visit {
     /// The piece whose gradient the visit makes, if any.
     pub fn gradient(&self) -> Option<PieceId> {
-        let forward =
-            [VisitKind::Embed, VisitKind::Forward, VisitKind::HeadNorm, VisitKind::HeadScore];
-        (self.trains && !forward.contains(&self.kind)).then_some(self.piece)
+        self.trains.then_some(self.piece)
     }
 
     /// Whether the stage's input is gone after the visit.
@@ -169,9 +183,8 @@ struct Stops<'a> {
 
 impl Stops<'_> {
     fn at(&self, stage: Stage, tile: &TileSpec, kind: VisitKind) -> Visit {
-        let layer = if tile.vocabulary.is_empty() { tile.source } else { self.table.head() };
-        let forward = matches!(kind, VisitKind::Embed | VisitKind::Forward | VisitKind::HeadNorm);
-        let scores = kind == VisitKind::HeadScore;
+        let layer = self.table.layer_of(tile);
+        let forward = kind.is_forward();
         // Below a tile that is not its layer's first one, that layer goes on.
         let above = layer.index() > self.lowest || (tile.elements.start > 0 && !forward);
         Visit {
@@ -187,7 +200,7 @@ impl Stops<'_> {
                 _ => Need::Tile(tile.clone()),
             },
             kind,
-            trains: !forward && !scores && !self.locked[tile.source.index()],
+            trains: !forward && !self.locked[tile.source.index()],
             goes_back: above || (forward && layer.index() == self.lowest),
         }
     }

@@ -6,9 +6,8 @@
 //! - a `hashes` file is believed only if its own checksum holds and its counts are the expected
 //!   ones; nothing is allocated by a length found in it.
 
-use std::ops::Range;
-
-use model::{CHUNK_BYTES, CHUNK_ELEMENTS, PLANES, StateLayout};
+use model::{CHUNK_BYTES, PLANES, StateLayout};
+pub(crate) use model::{chunk_count, chunk_elements};
 use twox_hash::XxHash3_64;
 
 /// The hashes of one chunk, by [`Plane`](model::Plane); zero for planes that the layout lacks.
@@ -25,18 +24,6 @@ const CHECKSUM_BYTES: usize = 8;
 /// The hash of all contents: XXH3, 64 bits, seed 0.
 pub fn hash(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
-}
-
-/// Number of chunks of a layer of so many parameters.
-pub(crate) fn chunk_count(elements: usize) -> usize {
-    elements.div_ceil(CHUNK_ELEMENTS)
-}
-
-/// Parameters of a chunk of a layer of so many.
-pub(crate) fn chunk_elements(elements: usize, chunk: usize) -> Range<usize> {
-    let start = chunk * CHUNK_ELEMENTS;
-    assert!(start < elements, "chunk {chunk} of {}", chunk_count(elements));
-    start..(start + CHUNK_ELEMENTS).min(elements)
 }
 
 /// What a record carries: of each of W, M and V, the hash of its planes' chunk hashes, plane after

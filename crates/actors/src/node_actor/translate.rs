@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use compute::{Command, TensorId, WeightsId};
-use model::{Attempt, LayerId, LayerTable, Micro, Stage, Tiling, Weights};
+use model::{Attempt, LayerId, LayerTable, Micro, PieceId, Stage, Tiling, Weights};
 use schedule::{ComputeOp, Need, Visit, VisitId};
 
 use crate::Batch;
@@ -58,9 +58,18 @@ pub(super) fn layer_and_sweep(op: ComputeOp, head: LayerId) -> (LayerId, bool) {
 }
 
 /// What operations are about.
-pub(super) struct Model<'a> {
-    pub(super) table: &'a LayerTable,
+pub(super) struct Model {
+    pub(super) table: Arc<LayerTable>,
     pub(super) tiling: Tiling,
+    head: Stage,
+    rows: PieceId,
+}
+
+impl Model {
+    pub(super) fn new(table: Arc<LayerTable>, tiling: Tiling) -> Model {
+        let (head, rows) = (Stage(table.stages(tiling) as u32 - 1), table.rows_piece(tiling));
+        Model { table, tiling, head, rows }
+    }
 }
 
 /// The commands of one operation, in order.
@@ -68,10 +77,10 @@ pub(super) fn commands(
     op: ComputeOp,
     weights: WeightsId,
     batch: &Batch,
-    Model { table, tiling }: Model<'_>,
+    model: &Model,
     rows: &mut BTreeMap<Micro, Weights>,
 ) -> Vec<Command> {
-    let head = Stage(table.stages(tiling) as u32 - 1);
+    let head = model.head;
     let input_gradient = |stage, micro| tensor(Kind::InputGradient, stage, micro);
     let hidden = |micro| tensor(Kind::Hidden, head, micro);
     let hidden_gradient = |micro| tensor(Kind::HiddenGradient, head, micro);
@@ -136,13 +145,10 @@ pub(super) fn commands(
             tokens: Arc::clone(&batch.micro(micro).tokens),
             dy: input_gradient(Stage(1), micro),
         }],
-        ComputeOp::TakeGradient { piece, .. } if piece == table.rows_piece(tiling) => {
-            vec![Command::TakeRows]
-        }
+        ComputeOp::TakeGradient { piece, .. } if piece == model.rows => vec![Command::TakeRows],
         ComputeOp::TakeGradient { piece, .. } => {
-            let layer = piece.layer;
-            let elements = table.pieces(layer, tiling).swap_remove(piece.part as usize);
-            vec![Command::TakeGradient { layer, elements }]
+            let elements = model.table.piece(piece, model.tiling);
+            vec![Command::TakeGradient { layer: piece.layer, elements }]
         }
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use compute::Gradient;
-use model::{Budget, CHUNK_ELEMENTS, LayerSpec, StateLayout};
+use model::{Budget, LayerSpec, StateLayout};
 use optim::{Input, NormTree, Output, Prepared};
 use rayon::prelude::*;
 use store::{ChunkHasher, ChunkHashes, StateChunk};
@@ -141,8 +141,7 @@ pub(super) fn update(
     budget: &Budget,
 ) -> Result<ChunkOutput, Failure> {
     let layout = state.layout();
-    let first = chunk * CHUNK_ELEMENTS;
-    let end = (first + CHUNK_ELEMENTS).min(layer.elements());
+    let Range { start: first, end } = model::chunk_elements(layer.elements(), chunk);
     let mut new = StateChunk::unwritten(layout, end - first, budget)?;
     let (mut read, mut written) = (ChunkHasher::default(), ChunkHasher::default());
     let (mut finite, mut weights) = (true, rule.weigh.then(NormTree::new));

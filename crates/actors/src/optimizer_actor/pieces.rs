@@ -13,7 +13,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use compute::Gradient;
-use model::{Attempt, Budget, BudgetError, CHUNK_ELEMENTS, HostBytes, LayerId};
+use model::{
+    Attempt, Budget, BudgetError, CHUNK_ELEMENTS, HostBytes, LayerId, chunk_count, chunk_elements,
+};
 use optim::NormTree;
 
 use super::chunk::{self, GradientPart};
@@ -97,10 +99,10 @@ impl Layer {
         let whole = start.div_ceil(CHUNK_ELEMENTS)..end.div_ceil(CHUNK_ELEMENTS);
         if !start.is_multiple_of(CHUNK_ELEMENTS) && start < end {
             let chunk = start / CHUNK_ELEMENTS;
-            let top = ((chunk + 1) * CHUNK_ELEMENTS).min(elements);
-            let values = budget.block((top - chunk * CHUNK_ELEMENTS) * 4)?;
-            let mut seam = Seam { chunk, values, from: top };
-            seam.fill(part(start..end.min(top)), start);
+            let shared = chunk_elements(elements, chunk);
+            let values = budget.block(shared.len() * 4)?;
+            let mut seam = Seam { chunk, values, from: shared.end };
+            seam.fill(part(start..end.min(shared.end)), start);
             self.seam = Some(seam);
         }
         if !whole.is_empty() {
@@ -140,8 +142,7 @@ pub(super) struct Norms {
 impl Norms {
     /// Of a layer of so many elements.
     pub(super) fn new(elements: usize) -> Norms {
-        let chunks = elements.div_ceil(CHUNK_ELEMENTS);
-        Norms { elements, trees: Mutex::new(vec![None; chunks]) }
+        Norms { elements, trees: Mutex::new(vec![None; chunk_count(elements)]) }
     }
 
     /// Measures a section; the whole layer's sum of squares when it is the last one.
@@ -153,9 +154,7 @@ impl Norms {
 
     /// Measures a chunk; the whole layer's sum of squares when it is the last one.
     pub(super) fn measure_chunk(&self, chunk: usize, gradient: &GradientPart) -> Option<f64> {
-        let first = chunk * CHUNK_ELEMENTS;
-        let elements = first..(first + CHUNK_ELEMENTS).min(self.elements);
-        let tree = chunk::square_sums(gradient, elements);
+        let tree = chunk::square_sums(gradient, chunk_elements(self.elements, chunk));
         // Trees are put in whole.
         let mut trees = self.trees.lock().unwrap_or_else(PoisonError::into_inner);
         trees[chunk] = Some(tree);

@@ -28,9 +28,9 @@ pub fn optimizer_rate(
 ) -> Result<f64, Failure> {
     let layer = table.layer(LayerId(1));
     let elements = layer.elements();
-    let chunks: Vec<usize> = (0..elements.div_ceil(model::CHUNK_ELEMENTS)).collect();
+    let chunks: Vec<usize> = (0..model::chunk_count(elements)).collect();
     let state = |chunk: usize| {
-        let len = model::CHUNK_ELEMENTS.min(elements - chunk * model::CHUNK_ELEMENTS);
+        let len = model::chunk_elements(elements, chunk).len();
         let mut state = StateChunk::unwritten(layout, len, budget)?;
         state.planes_mut().iter_mut().for_each(|plane| plane.bytes_mut().fill(0x11));
         Ok::<_, BudgetError>(state)

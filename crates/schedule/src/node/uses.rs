@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use model::{LayerId, LayerTable, NextUse, PieceId, Step, TileId, Tiling};
 
-use crate::{Again, Need, Policy, Visit, VisitKind, sweep};
+use crate::{Again, Need, Policy, Visit, sweep};
 
 #[derive(Debug)]
 pub(super) struct Uses {
@@ -60,14 +60,7 @@ impl Uses {
         let turns = &self.tiles[&(visit.layer, tile.id)];
         let at = |step: Step, turn| NextUse { step: step.0, turn };
         let later = |step, turn| Again::Later(at(step, turn));
-        let back = matches!(
-            visit.kind,
-            VisitKind::HeadTurn
-                | VisitKind::HeadBackward
-                | VisitKind::HeadNormBackward
-                | VisitKind::Backward
-        );
-        if !back {
+        if visit.kind.is_forward() {
             return match turns.get(1) {
                 Some(&turn) if visit.goes_back => later(step, turn),
                 _ => later(step.next(), turns[0]),
