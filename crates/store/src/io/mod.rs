@@ -117,7 +117,7 @@ impl IoError {
 /// A data operation on at most [`CHUNK_BYTES`].
 #[derive(Debug)]
 pub enum Op {
-    /// Fills `part` from `offset` on; fewer bytes in the file are an error.
+    /// Fills `part` from `offset` on; fewer bytes in the file are an error, for an empty part never.
     Read { file: FileId, offset: u64, part: Part },
     /// Writes `bytes[range]` at `offset`; past the end of the file it grows.
     Write { file: FileId, offset: u64, bytes: Arc<HostBytes>, range: Range<usize> },
