@@ -102,6 +102,7 @@ fn configure(
         precision: dtype.precision(),
         budget,
         threads,
+        commit_every: 1,
         updates: Policy::Deferred.into(),
         adamw: AdamW {
             lr: lesson.learning_rate,

@@ -179,3 +179,9 @@ fn every_point_of_a_deferred_run_with_the_least_memory_may_fail() {
 fn every_point_of_a_fused_run_may_fail() {
     Bench::new(&["--clip", "none"]).strike_all();
 }
+
+/// Both steps are in one commit, and the first one's versions wait in memory.
+#[test]
+fn every_point_of_a_run_that_commits_seldom_may_fail() {
+    Bench::new(&["--clip", "none", "--commit-every", "2", "--io", "direct"]).strike_all();
+}

@@ -20,6 +20,7 @@ mod metrics;
 mod parity;
 mod plans;
 mod rig;
+mod seldom;
 mod simulator;
 mod stuck;
 mod supervised;

@@ -32,6 +32,7 @@ pub(crate) struct Ask {
     pub(crate) updates: Updates,
     pub(crate) clip: Clip,
     pub(crate) last_step: u64,
+    pub(crate) commit_every: u64,
     pub(crate) guard: Guard,
     pub(crate) auto_lock: Option<AutoLock>,
     /// The smallest memory that does.
@@ -46,6 +47,7 @@ impl Default for Ask {
             updates: Policy::Deferred.into(),
             clip: Clip::None,
             last_step: LAST_STEP,
+            commit_every: 1,
             guard: Guard::default(),
             auto_lock: None,
             tight: false,
@@ -247,6 +249,7 @@ impl Rig {
             budget,
             threads,
             updates: ask.updates,
+            commit_every: ask.commit_every,
             adamw: AdamW { lr: 0.0, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
             schedule: LrSchedule {
                 kind: Schedule::Linear,
@@ -280,7 +283,7 @@ fn close(mut store: Arc<TrainingStore>) {
 
 /// What has to be equal, whatever it took to get there: cursor, weights, Adam steps, locks.
 pub(crate) fn essence(state: &State) -> impl PartialEq + std::fmt::Debug + use<> {
-    let layers = state.layers.iter().map(|l| (l.slot, l.t, l.locked, l.hashes));
+    let layers = state.layers.iter().map(|l| (l.t, l.locked, l.hashes));
     let layers: Vec<_> = layers.collect();
     (state.step, state.epoch, state.index, state.tokens_total, layers)
 }

@@ -1,12 +1,14 @@
 //! Both machines on a virtual clock: a simulated disk, device and optimizer, faults from a seed.
 //!
-//! Checked at every event, in release builds too: every step is committed or skipped once and in
-//! order; no live slot and no locked layer is written; nothing of step s+1 is written before s is
-//! durable; a read sees the version that the step before left; what is durable equals what a run
-//! without deaths, failures and delays comes to.
+//! Checked at every event, in release builds too: steps are committed and skipped in order, none
+//! later than it may be; no live slot and no locked layer is written; nothing of step s+1 is written
+//! before s is durable or settled, nor over weights that the device still has; a read sees the
+//! version that the step before left; what is durable equals what a run that commits every step
+//! comes to without deaths, failures and delays.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::ops::Range;
 use std::rc::Rc;
 
 use model::{
@@ -15,7 +17,7 @@ use model::{
 };
 use schedule::{
     AutoLock, ComputeOp, End, FromNode, Guard, Ledger, Node, NodeCommand, NodeConfig, NodeEvent,
-    Policy, Run, RunCommand, RunConfig, RunEvent, ToNode, Updates, VisitKind,
+    Policy, Run, RunCommand, RunConfig, RunEvent, ToNode, Updates, VisitId, VisitKind,
 };
 
 mod data;
@@ -54,6 +56,7 @@ pub(crate) struct Setup {
     pub(crate) tiling: Tiling,
     pub(crate) micros: u32,
     pub(crate) updates: Updates,
+    pub(crate) commit_every: u64,
     /// What a fused update waits for.
     pub(crate) fused_wait: Wait,
     /// Tiles of decoder layers that fit at once.
@@ -64,6 +67,8 @@ pub(crate) struct Setup {
     pub(crate) costs: Costs,
     /// Chance in a million that an operation fails.
     pub(crate) faults_per_million: u64,
+    /// Some failures are beyond help.
+    pub(crate) fatal: bool,
     /// Chance in a million that the process dies before an event.
     pub(crate) deaths_per_million: u64,
     /// Durations vary by this many percent.
@@ -98,7 +103,7 @@ enum Happening {
         slot: Slot,
         digest: Option<u64>,
     },
-    Synced {
+    Saved {
         attempt: Attempt,
         slots: Vec<(LayerId, Slot)>,
     },
@@ -138,8 +143,12 @@ struct Process {
     /// Pieces of layers that are being written, and what the layer will have become.
     writing: BTreeMap<(Attempt, LayerId), (usize, u64)>,
     attempts: BTreeMap<Attempt, Begun>,
-    /// The step that has to be made again with the factor of clipping.
-    known: Option<Step>,
+    /// Weights that the device has or gets.
+    bound: BTreeMap<(Attempt, VisitId), (LayerId, Range<usize>)>,
+    /// What has been written over in a version that its own step still reads.
+    replaced: BTreeMap<LayerId, Vec<Range<usize>>>,
+    /// Steps that have to be made again with the factor of clipping.
+    known: BTreeSet<Step>,
     in_flight_until: Time,
     end: Option<End>,
 }
@@ -159,6 +168,8 @@ pub(crate) struct World {
     calm: Option<Rc<Vec<Record>>>,
     pub(crate) durable_at: Vec<Time>,
     pub(crate) aborts: u64,
+    /// Settled steps that had to be made again.
+    pub(crate) again: u64,
     pub(crate) deaths: u64,
 }
 
@@ -197,6 +208,7 @@ fn limits(setup: &Setup, table: &LayerTable) -> Limits {
         kept_logits: 0,
         optimizer_chunks: 4,
         spare_bytes: 0,
+        waiting_bytes: 0,
     }
 }
 
@@ -216,6 +228,7 @@ impl Process {
             guard: setup.guard,
             auto_lock: setup.auto_lock,
             updates: setup.updates,
+            commit_every: setup.commit_every,
         };
         Process {
             run: Run::new(run),
@@ -228,7 +241,9 @@ impl Process {
             measured: BTreeMap::new(),
             writing: BTreeMap::new(),
             attempts: BTreeMap::new(),
-            known: None,
+            bound: BTreeMap::new(),
+            replaced: BTreeMap::new(),
+            known: BTreeSet::new(),
             in_flight_until: 0,
             end: None,
         }
@@ -262,6 +277,7 @@ impl World {
             calm: None,
             durable_at: Vec::new(),
             aborts: 0,
+            again: 0,
             deaths: 0,
             setup,
         }
@@ -310,14 +326,15 @@ impl World {
         match happening {
             Happening::Wrote { attempt, step, piece, slot, digest } => {
                 if let Some(digest) = digest {
+                    self.process.replaced.remove(&piece.layer);
                     self.disk.finish_update(step, piece.layer, slot, digest);
                 }
                 let weights = digest.map(Disk::weights);
                 self.tell_node(NodeEvent::Updated { attempt, piece, weights });
             }
-            Happening::Synced { attempt, slots } => {
+            Happening::Saved { attempt, slots } => {
                 self.disk.sync(&slots);
-                self.tell_node(NodeEvent::Synced { attempt });
+                self.tell_node(NodeEvent::Saved { attempt });
             }
             Happening::Squared { attempt, piece } => {
                 let layer = piece.layer;
@@ -327,7 +344,7 @@ impl World {
                 let last = *squared == self.pieces(layer);
                 let sum_of_squares = last.then(|| self.setup.data.gradient(step, layer));
                 let event = NodeEvent::Measured { attempt, piece, sum_of_squares };
-                let failed = NodeEvent::Failed { attempt, fatal: false };
+                let failed = self.failed(attempt);
                 let event = if self.fails() { failed } else { event };
                 let time = self.random_time();
                 self.after(time, Happening::Node(event));
@@ -337,8 +354,14 @@ impl World {
                 self.tell_node(event);
             }
             Happening::Node(event) => {
-                if let NodeEvent::Parked { stage, micro, .. } = event {
-                    self.process.parking.remove(&(stage, micro));
+                match event {
+                    NodeEvent::Parked { stage, micro, .. } => {
+                        self.process.parking.remove(&(stage, micro));
+                    }
+                    NodeEvent::Unbound { attempt, visit } => {
+                        self.process.bound.remove(&(attempt, visit));
+                    }
+                    _ => {}
                 }
                 self.tell_node(event);
             }
@@ -355,12 +378,14 @@ impl World {
     fn note_record(&mut self) {
         let record = self.disk.record.clone();
         if let Some(calm) = &self.calm {
-            let same = calm.get(record.step.0 as usize);
+            let same = calm.iter().find(|calm| calm.step == record.step);
             let same = same.unwrap_or_else(|| panic!("beyond the calm run: {record:?}"));
             assert!(record.agrees(same), "{record:?}\ninstead of\n{same:?}");
         }
+        let before = self.records.last().map_or(0, |record| record.step.0);
+        assert!(record.step.0 > before, "a step twice");
+        assert!(record.step.0 - before <= self.setup.commit_every, "too much at once: {record:?}");
         self.records.push(record);
-        assert_eq!(self.records.len() as u64, self.disk.record.step.0 + 1, "a step twice");
         self.durable_at.push(self.now);
     }
 
@@ -373,11 +398,14 @@ impl World {
                     self.after(1, Happening::Run(if bad { RunEvent::GiveUp } else { loaded }));
                 }
                 RunCommand::Node(message) => {
-                    self.aborts += u64::from(matches!(message, ToNode::Abort { .. }));
-                    if let ToNode::Begin { step, attempt, locked, policy } = &message {
+                    if let ToNode::Abort { .. } = message {
+                        self.aborts += 1;
+                        self.again += self.disk.rewind();
+                    }
+                    if let ToNode::Begin { step, attempt, locked, policy, .. } = &message {
                         let (step, policy, locked) = (*step, *policy, locked.clone());
                         let factor = match policy {
-                            Policy::Fused => self.process.known == Some(step),
+                            Policy::Fused => self.process.known.contains(&step),
                             Policy::Deferred => self.setup.data.clipped(step),
                         };
                         let begun = Begun { step, locked, policy, factor };
@@ -385,16 +413,18 @@ impl World {
                     }
                     self.tell_node(NodeEvent::Run(message));
                 }
-                RunCommand::Commit { step, attempt, .. }
-                | RunCommand::Skip { step, attempt, .. } => {
+                RunCommand::Settle { step, attempt, ledger } => {
                     let begun = &self.process.attempts[&attempt];
                     let clipped = self.setup.data.clipped(step);
-                    self.disk.start_record(&command, &begun.locked, clipped);
+                    self.disk.settle((step, attempt), ledger, &begun.locked, clipped);
+                }
+                RunCommand::Commit { step, .. } | RunCommand::Skip { step, .. } => {
+                    self.disk.start_record(&command);
                     let time = self.vary(self.setup.costs.commit);
                     self.after(time, Happening::Run(RunEvent::Durable { step }));
                 }
                 RunCommand::Refuse { step, .. } => {
-                    assert_eq!(step, self.disk.record.step.next(), "refused out of turn");
+                    assert_eq!(step, self.disk.settled.step.next(), "refused out of turn");
                 }
                 RunCommand::Finish(end) => self.process.end = Some(end),
             }
@@ -412,7 +442,8 @@ impl World {
         let end = self.start_of(resource) + self.vary(time);
         self.process.busy_until.insert(resource, end);
         self.process.in_flight_until = self.process.in_flight_until.max(end);
-        let event = if self.fails() { NodeEvent::Failed { attempt, fatal: false } } else { event };
+        let failed = self.failed(attempt);
+        let event = if self.fails() { failed } else { event };
         self.at(end, Happening::Node(event));
     }
 
@@ -428,6 +459,11 @@ impl World {
         self.number += 1;
         self.process.queue.push(Reverse((time, self.number)));
         self.process.happenings.insert(self.number, happening);
+    }
+
+    fn failed(&mut self, attempt: Attempt) -> NodeEvent {
+        let fatal = self.setup.fatal && self.next_random().is_multiple_of(4);
+        NodeEvent::Failed { attempt, fatal }
     }
 
     fn fails(&mut self) -> bool {

@@ -57,9 +57,10 @@ pub(crate) enum StoreRequest {
     FinishLayer {
         layer: LayerId,
         slot: Slot,
+        waits: bool,
         reply: Reply<LayerHashes>,
     },
-    Sync {
+    Save {
         slots: Vec<(LayerId, Slot)>,
         reply: Reply<()>,
     },
@@ -244,7 +245,7 @@ pub(crate) enum NodeMessage {
         piece: PieceId,
         result: Result<Option<UpdatedLayer>, Failure>,
     },
-    Synced {
+    Saved {
         attempt: Attempt,
         result: Result<(), Failure>,
     },

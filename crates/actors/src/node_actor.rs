@@ -39,7 +39,7 @@ pub(crate) struct NodeArgs {
     pub(crate) table: Arc<LayerTable>,
     pub(crate) config: NodeConfig,
     pub(crate) map: Arc<ScratchMap>,
-    /// Adam steps that each layer has behind it.
+    /// Adam steps that each layer has behind it, in the last commit.
     pub(crate) adam_steps: Vec<u64>,
     /// How exactly the device wants weights.
     pub(crate) precision: Precision,
@@ -54,7 +54,11 @@ pub(crate) struct NodeActor {
     node: Node,
     map: Arc<ScratchMap>,
     input_bytes: usize,
+    /// Adam steps that each layer has behind it: after the last settled step, and in the last commit.
     adam_steps: Vec<u64>,
+    committed_adam_steps: Vec<u64>,
+    /// The attempt whose versions, and those of steps before it, are on their way to a commit.
+    saving: Option<Attempt>,
     precision: Precision,
     seed: u64,
     /// What the attempts in flight compute with, and what they reported so far.
@@ -96,7 +100,9 @@ impl Actor for NodeActor {
             model: translate::Model::new(Arc::clone(&args.table), args.config.limits.tiling),
             input_bytes: args.config.limits.boundary_bytes,
             node: Node::new(&args.table, args.config),
+            committed_adam_steps: args.adam_steps.clone(),
             adam_steps: args.adam_steps,
+            saving: None,
             works: BTreeMap::new(),
             rows: BTreeMap::new(),
             clock: StallClock::new(Instant::now()),
@@ -191,10 +197,10 @@ impl NodeActor {
                 let weights = layer.map(whole);
                 Some(NodeEvent::Updated { attempt, piece, weights })
             }
-            NodeMessage::Synced { attempt, result } => {
+            NodeMessage::Saved { attempt, result } => {
                 self.load.syncing -= 1;
                 self.accept(attempt, result)?;
-                Some(NodeEvent::Synced { attempt })
+                Some(NodeEvent::Saved { attempt })
             }
             NodeMessage::Drained { attempt, stage, result } => {
                 self.drained(attempt, stage, result.is_ok())
@@ -222,15 +228,21 @@ impl NodeActor {
                     in_work.factor = factor;
                 }
             }
-            ToNode::Committed { attempt, .. } => {
-                self.load.recording = None;
-                if let Some(in_work) = self.works.remove(&attempt) {
-                    let layers = self.adam_steps.iter_mut().zip(&*in_work.locked);
-                    layers.filter(|(_, locked)| !**locked).for_each(|(t, _)| *t += 1);
-                }
+            ToNode::Settled { attempt, .. } => self.settle(attempt),
+            ToNode::Save { attempt, .. } => {
+                self.settle(attempt);
+                self.saving = Some(attempt);
+            }
+            ToNode::Committed { .. } => {
+                (self.load.recording, self.saving) = (None, None);
+                self.committed_adam_steps.clone_from(&self.adam_steps);
             }
             ToNode::Abort { attempt } => {
                 self.load.recording.take_if(|recording| *recording >= attempt);
+                self.saving.take_if(|saving| *saving >= attempt);
+                if self.saving.is_none() {
+                    self.adam_steps.clone_from(&self.committed_adam_steps);
+                }
                 self.works.retain(|a, _| *a < attempt);
                 self.rows.clear();
             }
@@ -238,9 +250,16 @@ impl NodeActor {
         NodeEvent::Run(message)
     }
 
+    /// The attempt's step counts, if it has not been settled before.
+    fn settle(&mut self, attempt: Attempt) {
+        let Some(in_work) = self.works.remove(&attempt) else { return };
+        let layers = self.adam_steps.iter_mut().zip(&*in_work.locked);
+        layers.filter(|(_, locked)| !**locked).for_each(|(t, _)| *t += 1);
+    }
+
     /// The result of an attempt that is still alive; a failure is reported and ends it.
     fn accept<T>(&mut self, attempt: Attempt, result: Result<T, Failure>) -> Option<T> {
-        if !self.works.contains_key(&attempt) {
+        if !self.works.contains_key(&attempt) && self.saving != Some(attempt) {
             return None;
         }
         match result {
@@ -334,16 +353,16 @@ impl NodeActor {
             }
             NodeCommand::Park { attempt, stage, micro } => self.park(attempt, stage, micro),
             NodeCommand::Unpark { attempt, stage, micro } => self.unpark(attempt, stage, micro),
-            NodeCommand::Update { step, attempt, piece, from, to, again } => {
-                self.update((step, attempt), piece, (from, to), again);
+            NodeCommand::Update { step, attempt, piece, from, to, again, saved } => {
+                self.update((step, attempt), piece, (from, to), (again, saved));
             }
-            NodeCommand::Sync { attempt, slots } => {
+            NodeCommand::Save { attempt, slots } => {
                 self.load.syncing += 1;
                 let directory = self.directory.clone();
                 let reply = Reply::new(move |result| {
-                    directory.node().post(NodeMessage::Synced { attempt, result });
+                    directory.node().post(NodeMessage::Saved { attempt, result });
                 });
-                self.directory.store().post(StoreRequest::Sync { slots, reply });
+                self.directory.store().post(StoreRequest::Save { slots, reply });
             }
             NodeCommand::Drain { attempt } => self.drain(attempt, DrainStage::Compute),
             NodeCommand::Report(report) => self.report_with_detail(report),
@@ -429,7 +448,7 @@ impl NodeActor {
         (step, attempt): (Step, Attempt),
         piece: PieceId,
         (from, to): (Slot, Slot),
-        again: Written,
+        (again, saved): (Written, bool),
     ) {
         let Some(in_work) = self.works.get(&attempt) else { return };
         let layer = piece.layer;
@@ -444,8 +463,8 @@ impl NodeActor {
         let prepared = in_work.work.adamw.prepare(t, factor);
         let rounding = optim::rounding_key(self.seed, u64::from(layer.0), t);
         let pieces = self.model.table.pieces(layer, self.model.tiling).len();
-        let again =
-            WrittenAgain { precision: self.precision, weights: again.weights, state: again.state };
+        let (precision, Written { weights, state }) = (self.precision, again);
+        let again = WrittenAgain { precision, weights, state, waits: !saved };
         let job =
             UpdateJob { step, attempt, piece, pieces, from, to, again, prepared, t, rounding };
         self.load.optimizing += 1;
@@ -503,10 +522,13 @@ impl NodeActor {
     fn report_with_detail(&mut self, report: FromNode) {
         let detail = match &report {
             FromNode::Norm { attempt, .. } => self.seconds(*attempt),
-            FromNode::Prepared { attempt, .. } => {
-                self.load.recording = Some(*attempt);
+            FromNode::Updated { attempt, .. } => {
                 let in_work = self.works.get(attempt);
                 in_work.map_or(Detail::None, |w| Detail::Layers(w.layers.clone()))
+            }
+            FromNode::Prepared { attempt, .. } => {
+                self.load.recording = Some(*attempt);
+                Detail::None
             }
             FromNode::NotFinite { .. } | FromNode::Failed { .. } | FromNode::Aborted { .. } => {
                 Detail::None

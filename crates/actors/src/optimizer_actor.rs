@@ -468,13 +468,13 @@ impl OptimizerActor {
     }
 
     fn finish(&self, job: UpdateJob, weights: f64, reply: Reply<Option<UpdatedLayer>>) {
-        let (layer, slot) = (job.piece.layer, job.to);
+        let (layer, slot, waits) = (job.piece.layer, job.to, job.again.waits);
         let drift = self.args.shadow.drift(layer);
         let reply = Reply::new(move |result: Result<_, Failure>| {
             let whole = |hashes| Some(UpdatedLayer { hashes, weights, drift });
             reply.send(result.map(whole));
         });
-        self.args.directory.store().post(StoreRequest::FinishLayer { layer, slot, reply });
+        self.args.directory.store().post(StoreRequest::FinishLayer { layer, slot, waits, reply });
     }
 
     fn position(&self, job: UpdateJob) -> Option<usize> {

@@ -52,10 +52,14 @@ pub struct LayerStep {
     pub seconds: LayerSeconds,
 }
 
-/// One committed step.
+/// One step that counts. It is reported once, when it is durable or, where steps are committed
+/// together, as soon as a later one may follow: should it have to be made again, its bits will be the
+/// same.
 #[derive(Clone, Debug)]
 pub struct StepReport {
     pub step: u64,
+    /// Last durable step.
+    pub committed: u64,
     pub attempt: u64,
     /// Mean over the step's targets, in nats.
     pub loss: f64,
@@ -66,7 +70,7 @@ pub struct StepReport {
     /// Rows times row length.
     pub tokens: u64,
     pub tokens_total: u64,
-    /// Since the commit before, or since the start.
+    /// Since the report before, or since the start.
     pub seconds: f64,
     pub read_bytes: u64,
     pub written_bytes: u64,
@@ -151,7 +155,7 @@ pub struct Summary {
     pub end: End,
     /// Last durable step.
     pub step: u64,
-    /// Steps committed since the run was opened.
+    /// Commits of steps since the run was opened.
     pub commits: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,

@@ -67,6 +67,7 @@ pub(crate) struct RunArgs {
     pub(crate) guard: Guard,
     pub(crate) auto_lock: Option<AutoLock>,
     pub(crate) updates: Updates,
+    pub(crate) commit_every: u64,
     pub(crate) state: State,
     pub(crate) counters: IoCounters,
     pub(crate) last_step: Step,
@@ -87,18 +88,26 @@ pub(crate) struct RunActor {
     /// A step waits for room on the disk.
     paused: bool,
     attempts: BTreeMap<Attempt, Facts>,
-    /// The factor of a step that has to be made again with it.
-    known: Option<(Step, f32)>,
+    /// The factors of clipping of steps that may have to be made again with them.
+    known: BTreeMap<Step, f32>,
+    /// What holds after the last settled step.
+    settled: State,
+    /// The step that was settled last, until it is reported, and the names of layers it locks.
+    unreported: Option<(StepReport, Vec<String>)>,
+    reported: Step,
+    /// The attempt that is on its way to a commit, with those that were settled before.
+    saving: Option<Attempt>,
     /// What is known of the attempt that a guard refused.
     refused: Option<(Facts, Arc<Failure>)>,
     /// The record that is being written.
     committing: Option<(RecordKind, Box<State>)>,
     commit_started: Instant,
-    last_commit: Instant,
+    /// When the last report was made, and what had been read and written by then.
+    looked: Instant,
+    counters: IoCounters,
     commits: u64,
     restarts: u64,
     opened: IoCounters,
-    counters: IoCounters,
     failure: Option<Arc<Failure>>,
     /// The failure ends the run, whatever is still committed before.
     gave_up: bool,
@@ -142,6 +151,7 @@ impl Actor for RunActor {
             guard: args.guard,
             auto_lock: args.auto_lock,
             updates: args.updates,
+            commit_every: args.commit_every,
         };
         let cursor = Cursor { epoch: args.state.epoch, index: args.state.index };
         Ok(RunActor {
@@ -151,11 +161,15 @@ impl Actor for RunActor {
             loaded: None,
             paused: false,
             attempts: BTreeMap::new(),
-            known: None,
+            known: BTreeMap::new(),
+            settled: args.state.clone(),
+            unreported: None,
+            reported: committed,
+            saving: None,
             refused: None,
             committing: None,
             commit_started: Instant::now(),
-            last_commit: Instant::now(),
+            looked: Instant::now(),
             commits: 0,
             restarts: 0,
             opened: args.counters,
@@ -271,14 +285,14 @@ impl RunActor {
             (FromNode::NotFinite { attempt, .. }, Detail::Failure(failure)) => {
                 self.attempts.get_mut(attempt)?.failed_update.get_or_insert(failure);
             }
-            (FromNode::Prepared { attempt, .. }, Detail::Layers(layers)) => {
+            (FromNode::Updated { attempt, .. }, Detail::Layers(layers)) => {
                 let facts = self.attempts.get_mut(attempt)?;
                 facts.layers = layers;
                 facts.phase.optimizer = facts.applied.elapsed().as_secs_f64();
             }
             // Whatever else was in flight fails as well: the first failure is the one to tell.
             (FromNode::Failed { attempt, fatal }, Detail::Failure(failure))
-                if self.attempts.contains_key(attempt) =>
+                if self.attempts.contains_key(attempt) || self.saving == Some(*attempt) =>
             {
                 let step = self.run.durable().next().0;
                 let reason = failure.to_string();
@@ -302,12 +316,14 @@ impl RunActor {
         sums: &Arc<[f64]>,
         loss: f64,
     ) -> Option<RunEvent> {
-        let facts = self.attempts.get(&attempt)?;
         let factor = self.clip_factor(sums.iter().sum());
+        let facts = self.attempts.get(&attempt)?;
         let clipped = factor < 1.0;
+        if clipped {
+            self.known.insert(step, factor);
+        }
         let redo = clipped && facts.policy == Policy::Fused && facts.factor != factor;
         if redo {
-            self.known = Some((step, factor));
             let (step, attempt) = (step.0, attempt.0);
             self.args.observer.event(&Event::Redone { step, attempt, factor });
         }
@@ -348,8 +364,11 @@ impl RunActor {
     /// Takes a durable step over and reports it.
     fn record(&mut self, step: Step, counters: IoCounters) {
         let Some((kind, state)) = self.committing.take() else { return };
-        let before = std::mem::replace(&mut self.args.state, *state);
+        self.args.state = *state;
+        self.saving = None;
+        self.settled.clone_from(&self.args.state);
         self.cursors = self.cursors.split_off(&step.next());
+        self.known = self.known.split_off(&step.next());
         if !self.gave_up {
             self.failure = None;
         }
@@ -361,45 +380,32 @@ impl RunActor {
             return;
         }
         self.commits += 1;
-        self.report_step(step, counters, &before);
-        self.report_locks(step, &before);
+        if let Some((report, _)) = &mut self.unreported {
+            report.phase.commit = self.commit_started.elapsed().as_secs_f64();
+        }
+        self.report_step(counters);
+        self.counters = counters;
     }
 
-    fn report_step(&mut self, step: Step, counters: IoCounters, before: &State) {
-        let Some(facts) = self.attempts.remove(&self.args.state.attempt) else { return };
-        let commit_seconds = self.commit_started.elapsed().as_secs_f64();
-        let state = &self.args.state;
+    /// Reports the step that was settled last, unless it was before an earlier attempt of it was
+    /// dropped. `counters`: what has been read and written by now.
+    fn report_step(&mut self, counters: IoCounters) {
+        let Some((report, layers)) = self.unreported.take() else { return };
+        if report.step <= self.reported.0 {
+            return;
+        }
         let report = StepReport {
-            step: step.0,
-            attempt: state.attempt.0,
-            loss: facts.loss,
-            grad_norm: facts.grad_norm,
-            clip_factor: facts.factor,
-            learning_rate: facts.learning_rate,
-            tokens: facts.batch.tokens(),
-            tokens_total: state.tokens_total,
-            seconds: self.last_commit.elapsed().as_secs_f64(),
+            seconds: self.looked.elapsed().as_secs_f64(),
             read_bytes: counters.read_bytes - self.counters.read_bytes,
             written_bytes: counters.written_bytes - self.counters.written_bytes,
-            stall: facts.stall,
-            phase: PhaseSeconds { commit: commit_seconds, ..facts.phase },
-            layers: before.layers.iter().zip(&facts.layers).map(layer_step).collect(),
-            mailbox_depths: self.args.directory.mailbox_depths(),
-            ram_used_bytes: self.args.budget.used_bytes(),
-            ram_peak_bytes: self.args.budget.peak_bytes(),
+            committed: self.args.state.step.0,
+            ..report
         };
-        self.counters = counters;
-        self.last_commit = Instant::now();
+        (self.looked, self.counters) = (Instant::now(), counters);
+        self.reported = Step(report.step);
         self.args.observer.step(&report);
-    }
-
-    fn report_locks(&self, step: Step, before: &State) {
-        let layers = self.args.table.layers().iter().zip(&before.layers);
-        let layers = layers.zip(&self.args.state.layers);
-        let new = layers.filter(|((_, before), now)| now.locked && !before.locked);
-        let layers: Vec<String> = new.map(|((layer, _), _)| layer.name.clone()).collect();
         if !layers.is_empty() {
-            self.args.observer.event(&Event::Locked { step: step.0, layers });
+            self.args.observer.event(&Event::Locked { step: report.step, layers });
         }
     }
 
@@ -407,7 +413,10 @@ impl RunActor {
         match command {
             RunCommand::LoadBatch { step } => self.load(step),
             RunCommand::Node(message) => self.tell_node(message),
-            RunCommand::Commit { step, attempt, ledger } => self.commit(step, attempt, &ledger),
+            RunCommand::Settle { step, attempt, ledger } => self.settle(step, attempt, &ledger),
+            RunCommand::Commit { .. } => {
+                self.send_record(RecordKind::Committed, self.settled.clone());
+            }
             RunCommand::Refuse { step, attempt, reason, skips } => {
                 self.refuse(step, attempt, reason, skips);
             }
@@ -438,8 +447,7 @@ impl RunActor {
         let (mut work, mut factor) = (None, 1.0);
         match message {
             ToNode::Begin { step, attempt, policy, .. } => {
-                let known = self.known.filter(|(known, _)| *known == step);
-                factor = known.map_or(1.0, |(_, factor)| factor);
+                factor = self.known.get(&step).copied().unwrap_or(1.0);
                 work = self.begin(step, attempt, policy, factor);
             }
             ToNode::Apply { attempt, sum_of_squares, .. } => {
@@ -448,7 +456,15 @@ impl RunActor {
                     (facts.applied, facts.factor) = (Instant::now(), factor);
                 }
             }
-            ToNode::Abort { attempt } => self.attempts.retain(|a, _| *a < attempt),
+            ToNode::Settled { .. } => self.report_step(self.args.store.counters()),
+            ToNode::Abort { attempt } => {
+                self.attempts.retain(|a, _| *a < attempt);
+                if self.committing.is_none() {
+                    self.settled.clone_from(&self.args.state);
+                    self.saving = None;
+                }
+            }
+            ToNode::Save { attempt, .. } => self.saving = Some(attempt),
             ToNode::Committed { .. } => {}
         }
         self.args.directory.node().post(NodeMessage::Run { message, work, factor });
@@ -503,7 +519,7 @@ impl RunActor {
     /// The state after a step, but for its layers.
     fn advanced(&self, step: Step, attempt: Attempt, facts: &Facts) -> Option<State> {
         let next = self.cursors.get(&step.next())?;
-        let before = &self.args.state;
+        let before = &self.settled;
         Some(State {
             step,
             attempt,
@@ -518,21 +534,53 @@ impl RunActor {
         })
     }
 
-    fn commit(&mut self, step: Step, attempt: Attempt, ledger: &Ledger) {
-        let Some(facts) = self.attempts.get(&attempt) else { return };
-        let Some(mut state) = self.advanced(step, attempt, facts) else { return };
+    fn settle(&mut self, step: Step, attempt: Attempt, ledger: &Ledger) {
+        let Some(facts) = self.attempts.remove(&attempt) else { return };
+        let Some(mut state) = self.advanced(step, attempt, &facts) else { return };
         state.counters.clone_from(&ledger.counters);
-        for (layer, report) in state.layers.iter_mut().zip(&facts.layers) {
+        let committed = &self.args.state.layers;
+        for ((layer, report), committed) in
+            state.layers.iter_mut().zip(&facts.layers).zip(committed)
+        {
             layer.grad_norm = report.sum_of_squares.sqrt();
             if !layer.locked {
-                layer.slot = layer.slot.other();
+                layer.slot = committed.slot.other();
                 layer.t += 1;
                 layer.hashes = report.hashes;
             }
         }
+        let before = state.layers.iter().map(|layer| layer.locked);
+        let specs = self.args.table.layers().iter().zip(before.zip(&*ledger.locked));
+        let new = specs.filter(|(_, (before, now))| **now && !before);
+        let locks = new.map(|(spec, _)| spec.name.clone()).collect();
+        self.unreported = Some((self.step_report(&state, &facts), locks));
         // In force from the next step on.
         state.layers.iter_mut().zip(&*ledger.locked).for_each(|(l, &locked)| l.locked = locked);
-        self.send_record(RecordKind::Committed, state);
+        self.settled = state;
+    }
+
+    /// The report of a step, but for what is known only when it is made.
+    fn step_report(&self, state: &State, facts: &Facts) -> StepReport {
+        StepReport {
+            step: state.step.0,
+            committed: 0,
+            attempt: state.attempt.0,
+            loss: facts.loss,
+            grad_norm: facts.grad_norm,
+            clip_factor: facts.factor,
+            learning_rate: facts.learning_rate,
+            tokens: facts.batch.tokens(),
+            tokens_total: state.tokens_total,
+            seconds: 0.0,
+            read_bytes: 0,
+            written_bytes: 0,
+            stall: facts.stall,
+            phase: facts.phase,
+            layers: state.layers.iter().zip(&facts.layers).map(layer_step).collect(),
+            mailbox_depths: self.args.directory.mailbox_depths(),
+            ram_used_bytes: self.args.budget.used_bytes(),
+            ram_peak_bytes: self.args.budget.peak_bytes(),
+        }
     }
 
     fn send_record(&mut self, kind: RecordKind, state: State) {

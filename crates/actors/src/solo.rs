@@ -45,6 +45,8 @@ pub struct SoloConfig {
     pub budget: Budget,
     pub threads: Arc<ThreadPool>,
     pub updates: Updates,
+    /// Steps from one commit to the next; at least 1.
+    pub commit_every: u64,
     /// `lr` is replaced by the schedule's.
     pub adamw: AdamW,
     pub schedule: LrSchedule,
@@ -90,6 +92,8 @@ impl Solo {
         if config.store.state().layers.iter().all(|layer| layer.locked) {
             return Err(Failure::AllLocked);
         }
+        let waiting = if config.commit_every > 1 { config.limits.waiting_bytes } else { 0 };
+        config.store.let_wait(waiting);
         let map = Arc::new(ScratchMap::new(&config.limits, config.shape.micros()));
         let scratch = match map.bytes() {
             0 => None,
@@ -273,6 +277,7 @@ fn run_args(
         guard: config.guard,
         auto_lock: config.auto_lock,
         updates: config.updates,
+        commit_every: config.commit_every,
         last_step: Step(config.last_step),
         budget: config.budget,
         observer: config.observer,

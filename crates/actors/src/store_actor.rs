@@ -66,11 +66,11 @@ impl Message<StoreRequest> for StoreActor {
                 let done = pass(gate, watch.over(lane, reply));
                 store.write_chunk((layer, slot, chunk), (bytes, hashes), Some(again), done);
             }
-            StoreRequest::FinishLayer { layer, slot, reply } => {
-                store.finish_layer(layer, slot, pass(gate, watch.over(lane, reply)));
+            StoreRequest::FinishLayer { layer, slot, waits, reply } => {
+                store.finish_layer(layer, slot, waits, pass(gate, watch.over(lane, reply)));
             }
-            StoreRequest::Sync { slots, reply } => {
-                store.sync_slots(slots, pass(gate, watch.over(lane, reply)));
+            StoreRequest::Save { slots, reply } => {
+                store.save_slots(&slots, pass(gate, watch.over(lane, reply)));
             }
             StoreRequest::Commit { kind, state, reply } => {
                 let counters = Arc::clone(&store);

@@ -29,7 +29,7 @@ impl Interrupt {
                 errln!("stopped before the first step");
                 std::process::exit(i32::from(exit::INTERRUPTED));
             }
-            errln!("stopping after the step that is about to commit; once more stops at once");
+            errln!("stopping after the next commit; once more stops at once");
             asked.request();
             signal().await;
             std::process::exit(i32::from(exit::INTERRUPTED));

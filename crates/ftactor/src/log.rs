@@ -37,6 +37,7 @@ impl StepLog {
 pub(crate) fn step_line(report: &StepReport, rss_bytes: Option<u64>) -> Value {
     json!({
         "step": report.step,
+        "committed": report.committed,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "clip_factor": report.clip_factor,

@@ -104,6 +104,11 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_enum)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) io: Option<IoChoice>,
+    /// Commit every so many steps: between commits RAM may hold what is new, the disk is written less,
+    /// and a crash takes back up to so many steps [default: 1]
+    #[arg(long, value_name = "N")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) commit_every: Option<u64>,
     /// What happens when loss, gradient or update is not finite, or the loss spikes: the run ends, or
     /// goes on without that step's rows [default: stop]
     #[arg(long, value_enum)]
@@ -214,6 +219,11 @@ impl TrainOptions {
         self.over(&base)?.checked()
     }
 
+    /// Steps from one commit to the next.
+    pub(crate) fn commit_every(&self) -> u64 {
+        self.commit_every.unwrap_or(1)
+    }
+
     /// The options, if they make sense together.
     fn checked(self) -> anyhow::Result<TrainOptions> {
         self.check_numbers()?;
@@ -238,6 +248,7 @@ impl TrainOptions {
             ("sample-every", self.sample_every),
             ("keep-snapshots", self.keep_snapshots.map(|n| n as u64)),
             ("threads", self.threads.map(|n| n as u64)),
+            ("commit-every", self.commit_every),
         ] {
             if value == Some(0) {
                 return refuse(format!("--{name} must be at least 1"));

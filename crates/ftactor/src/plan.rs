@@ -338,7 +338,8 @@ impl Fit {
         layout: StateLayout,
         limits: &Limits,
     ) -> Fit {
-        let updates = run_start::settled(updates, limits);
+        let commit_every = ask.options.commit_every();
+        let updates = run_start::settled(updates, limits, commit_every);
         let policy = match updates {
             Updates::Always(policy) => policy,
             Updates::Speculative | Updates::Auto => Policy::Fused,
@@ -350,6 +351,7 @@ impl Fit {
             shape: record.shape(),
             limits,
             policy,
+            commit_every,
             locked: &subject.locked,
         };
         let of_layers = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();

@@ -118,7 +118,7 @@ impl RunObserver {
     fn measure(&self, report: &StepReport) {
         let m = &self.metrics;
         m.step_committed(&StepFacts {
-            step: report.step,
+            step: report.committed,
             loss: report.loss,
             grad_norm: report.grad_norm,
             learning_rate: report.learning_rate,
@@ -135,7 +135,9 @@ impl RunObserver {
         m.stall(Resource::Network, report.stall.network);
         m.store_read(report.read_bytes);
         m.store_written(report.written_bytes);
-        m.store_commit(report.phase.commit);
+        if report.committed == report.step {
+            m.store_commit(report.phase.commit);
+        }
         m.ram_used(report.ram_used_bytes as u64);
         let layers = report.layers.iter().zip(&self.layers);
         for (_, bytes) in layers.filter(|(layer, _)| !layer.locked) {

@@ -244,8 +244,8 @@ fn workspace(
 }
 
 /// What `updates` comes to within `limits`: gradients that all have room to wait for the norm do.
-pub(crate) fn settled(updates: Updates, limits: &Limits) -> Updates {
-    match updates {
+pub(crate) fn settled(updates: Updates, limits: &Limits, commit_every: u64) -> Updates {
+    match updates.with_commits_every(commit_every) {
         Updates::Auto if !limits.spilled.contains(&true) => Policy::Deferred.into(),
         other => other,
     }

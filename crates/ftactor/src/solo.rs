@@ -201,7 +201,7 @@ fn open_session(
     let updates = record.updates(options.update)?;
     let state = (store.table(), store.layout());
     let limits = limits(state, &config, &record, updates, budget.total_bytes())?;
-    let updates = run_start::settled(updates, &limits);
+    let updates = run_start::settled(updates, &limits, options.commit_every());
     Ok(Session {
         threads: machine::threads(options.threads)?,
         store: Arc::new(store),
@@ -298,7 +298,7 @@ fn run_segments(
     loop {
         let step = session.store.state().step.0;
         let until = next_pause(step, options, snapshot_every).min(session.record.steps);
-        let config = solo_config(session, until, observer, faults)?;
+        let config = solo_config(session, options, until, observer, faults)?;
         let summary = runtime
             .block_on(async {
                 let solo = Solo::start(config)?;
@@ -360,6 +360,7 @@ fn add(before: Option<Summary>, now: Summary) -> Summary {
 
 fn solo_config(
     session: &Session,
+    options: &TrainOptions,
     last_step: u64,
     observer: &Arc<RunObserver>,
     faults: &FaultPlan,
@@ -382,6 +383,7 @@ fn solo_config(
         budget: session.budget.clone(),
         threads: Arc::clone(&session.threads),
         updates: session.updates,
+        commit_every: options.commit_every(),
         adamw: record.adamw(),
         schedule: record.lr_schedule()?,
         clip: record.clip_rule()?,

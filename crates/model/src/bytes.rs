@@ -10,6 +10,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::os::{MAPPED_BYTES, Pages};
 
@@ -80,6 +81,12 @@ impl HostBytes {
         owner: O,
     ) -> HostBytes {
         HostBytes { start, len, writable, _owner: Box::new(owner) }
+    }
+
+    /// A read-only block of what several read.
+    pub fn view(block: &Arc<HostBytes>) -> HostBytes {
+        let (start, len, owner) = (block.start, block.len, Arc::clone(block));
+        HostBytes { start, len, writable: false, _owner: Box::new(owner) }
     }
 
     /// The same block, which is passed to `release` instead of being dropped.
@@ -243,7 +250,6 @@ impl Drop for Heap {
 mod tests {
     use super::*;
     use crate::os::LARGE_BYTES;
-    use std::sync::Arc;
 
     #[test]
     fn heap_blocks_are_zeroed_aligned_and_writable() {
@@ -315,6 +321,17 @@ mod tests {
         assert!(back.lock().unwrap().is_none());
         drop(lent);
         assert_eq!(back.lock().unwrap().take().unwrap().f32s(), [0.0, 2.5]);
+    }
+
+    #[test]
+    fn a_view_outlives_other_holders() {
+        let mut block = HostBytes::zeroed(8);
+        block.f32s_mut()[1] = 2.5;
+        let shared = Arc::new(block);
+        let view = HostBytes::view(&shared);
+        assert_eq!(view.bytes().as_ptr(), shared.bytes().as_ptr());
+        drop(shared);
+        assert_eq!((view.f32s(), view.is_writable()), (&[0.0, 2.5][..], false));
     }
 
     #[test]

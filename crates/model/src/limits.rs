@@ -92,6 +92,8 @@ pub struct Limits {
     pub optimizer_chunks: usize,
     /// Bytes that are left for state that is read again.
     pub spare_bytes: usize,
+    /// Of these: what new versions may take that are not saved.
+    pub waiting_bytes: usize,
 }
 
 /// Most bytes of one operation on the disk: a chunk of float32 values.
@@ -326,6 +328,7 @@ impl Parts {
             kept_logits,
             optimizer_chunks: OPTIMIZER_CHUNKS_MIN + extra_chunks,
             spare_bytes,
+            waiting_bytes: spare,
         }
     }
 }

@@ -17,11 +17,13 @@ pub struct StepPlan<'a> {
     pub limits: &'a Limits,
     /// When its optimizer runs; speculation that succeeds is [`Policy::Fused`].
     pub policy: Policy,
+    /// Steps from one commit to the next.
+    pub commit_every: u64,
     /// By layer.
     pub locked: &'a [bool],
 }
 
-/// Bytes that a step asks of the store, small files left out.
+/// Bytes that a step asks of the store, small files left out; the mean of the steps of a commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepBytes {
     /// At most: the rows of the embedding that tokens name are counted as if all were different.
@@ -50,7 +52,7 @@ impl StepPlan<'_> {
             let elements = layer.elements();
             let state = self.layout.bytes(elements) as u64;
             bytes.read += state;
-            bytes.written += state;
+            bytes.written += self.saved(state);
             match self.policy {
                 Policy::Fused if self.is_read_before(layer.id) => {
                     bytes.read_again += self.weight_bytes(elements);
@@ -71,6 +73,14 @@ impl StepPlan<'_> {
         bytes.read += inputs * self.limits.boundary_bytes as u64;
         bytes.written += inputs * self.limits.boundary_bytes as u64;
         bytes
+    }
+
+    /// What is written of new versions: where they have room to wait, only those that are committed.
+    fn saved(&self, state: u64) -> u64 {
+        let whole = self.layout.bytes(self.table.elements()).max(1) as f64;
+        let waits = (self.limits.waiting_bytes as f64 / whole).min(1.0);
+        let between = 1.0 - 1.0 / self.commit_every as f64;
+        (state as f64 * (1.0 - waits * between)) as u64
     }
 
     /// What spare memory saves of the state's reads: the share of the state that it has room for.
@@ -179,7 +189,17 @@ mod tests {
         let bytes = |locked: &[bool]| {
             let shape = SHAPE;
             let limits = &limits;
-            StepPlan { table: &table, layout, precision, shape, limits, policy, locked }.bytes()
+            let plan = StepPlan {
+                table: &table,
+                layout,
+                precision,
+                shape,
+                limits,
+                policy,
+                commit_every: 1,
+                locked,
+            };
+            plan.bytes()
         };
         let mut locked = vec![false; table.len()];
         let all = bytes(&locked);
@@ -225,11 +245,44 @@ mod tests {
             let spare_bytes = (spare * layout.bytes(table.elements()) as f64) as usize;
             let limits = &Limits { spare_bytes, ..limits.unwrap() };
             let (shape, policy, locked) = (SHAPE, Policy::Fused, &locked[..]);
-            StepPlan { table: &table, layout, precision, shape, limits, policy, locked }.bytes()
+            let plan = StepPlan {
+                table: &table,
+                layout,
+                precision,
+                shape,
+                limits,
+                policy,
+                commit_every: 1,
+                locked,
+            };
+            plan.bytes()
         };
         let (none, half, all) = (read(0.0), read(0.5), read(2.0));
         assert!(half.read_from_disk().abs_diff(none.read_from_disk() / 2) < 100);
         assert_eq!((all.read_from_disk(), all.read), (0, none.read));
+    }
+
+    #[test]
+    fn what_waits_is_written_when_it_is_committed() {
+        let table = table(true);
+        let (layout, precision) = (StateLayout::F32, Precision::Exact);
+        let locked = vec![false; table.len()];
+        let limits =
+            Limits::new(&table, layout, SHAPE, |_| Workspace::default(), Wait::None, 1 << 30);
+        let (limits, all) = (limits.unwrap(), layout.bytes(table.elements()));
+        let written = |waiting_bytes, commit_every| {
+            let limits = &Limits { waiting_bytes, ..limits.clone() };
+            let (shape, policy, locked) = (SHAPE, Policy::Fused, &locked[..]);
+            let table = &table;
+            let plan =
+                StepPlan { table, layout, precision, shape, limits, policy, commit_every, locked };
+            plan.bytes().written
+        };
+        let whole = written(0, 10);
+        assert_eq!(whole, all as u64);
+        assert_eq!((written(all, 1), written(all / 2, 1)), (whole, whole));
+        let near = |a: u64, b: u64| a.abs_diff(b) < 100;
+        assert!(near(written(2 * all, 10), whole / 10) && near(written(all / 2, 4), whole * 5 / 8));
     }
 
     #[test]
@@ -254,6 +307,7 @@ mod tests {
                 shape: SHAPE,
                 limits: &limits.unwrap(),
                 policy: Policy::Fused,
+                commit_every: 1,
                 locked: &locked,
             };
             let tokens = SHAPE.step_tokens() as f64;

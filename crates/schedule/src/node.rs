@@ -4,13 +4,13 @@
 //! - weights on their way or bound never exceed `Limits::weight_bytes`;
 //! - gradients reserved and not yet spilled or applied never exceed `Limits::gradient_bytes`, nor
 //!   inputs of stages `Limits::boundaries`;
-//! - a visit reads a layer's newest version: the slot the step before wrote, once it is written;
+//! - a visit reads a layer's newest version: the one the step before wrote, once it is written;
 //! - an input is read back from `scratch/` only after all of its stage's have been written there;
 //! - a pass is over only when all pieces of its gradient are where they wait;
-//! - a step is synced only after the run has told to apply it, however early its updates end;
-//! - updates of a step are issued only when the step before is durable, into slots that are not
-//!   live;
-//! - what is locked in a step has no gradient, is not written and keeps its slot;
+//! - a step ends only after the run has told to apply it, however early its updates end;
+//! - updates of a step are issued only when the step before is durable or settled, into slots that
+//!   are not live, and only when the device has let go of what they write over;
+//! - what is locked in a step has no gradient, is not written and keeps its version;
 //! - after an abort nothing new starts until device, optimizer and store have answered that they
 //!   are idle.
 
@@ -98,15 +98,15 @@ pub enum NodeEvent {
         piece: PieceId,
         sum_of_squares: Option<f64>,
     },
-    /// A piece's new version is written, not synced. `weights`: when all of the layer is, the square
-    /// sum of its weights, if somebody asked.
+    /// A piece has its new version, which is not synced. `weights`: when all of the layer has, the
+    /// square sum of its weights, if somebody asked.
     Updated {
         attempt: Attempt,
         piece: PieceId,
         weights: Option<f64>,
     },
-    /// Every written slot of the attempt is synced.
-    Synced {
+    /// What was to be saved is on the disk.
+    Saved {
         attempt: Attempt,
     },
     Failed {
@@ -170,7 +170,8 @@ pub enum NodeCommand {
         attempt: Attempt,
         visit: VisitId,
     },
-    /// Run the optimizer on a piece of a layer, from its live slot into the other one.
+    /// Run the optimizer on a piece of a layer, into the slot that is not live: from the other one,
+    /// or in place if it has a version since the last commit. `saved`: a commit is to follow.
     Update {
         step: Step,
         attempt: Attempt,
@@ -178,8 +179,10 @@ pub enum NodeCommand {
         from: Slot,
         to: Slot,
         again: Written,
+        saved: bool,
     },
-    Sync {
+    /// Bring versions that are to be committed to the disk.
+    Save {
         attempt: Attempt,
         slots: Vec<(LayerId, Slot)>,
     },
@@ -188,6 +191,14 @@ pub enum NodeCommand {
         attempt: Attempt,
     },
     Report(FromNode),
+}
+
+/// What was updated since the last commit, on its way to one.
+#[derive(Debug)]
+struct Saving {
+    step: Step,
+    attempt: Attempt,
+    synced: bool,
 }
 
 /// The machine.
@@ -200,9 +211,12 @@ pub struct Node {
     rows: PieceId,
     uses: Uses,
     live: Vec<Slot>,
+    /// By layer: the other slot has a version since the last commit.
+    ahead: Vec<bool>,
     pass: Option<Pass>,
-    /// Steps being updated and committed, oldest first; only the first one may write.
+    /// Steps being updated, oldest first; only the first one may write.
     tails: VecDeque<Tail>,
+    saving: Option<Saving>,
     /// Gradients that occupy memory, by attempt.
     reserved: BTreeMap<(Attempt, PieceId), usize>,
     draining: Option<Attempt>,
@@ -217,9 +231,11 @@ impl Node {
             rows: table.rows_piece(config.limits.tiling),
             uses: Uses::new(table, config.limits.tiling),
             live: config.live.clone(),
+            ahead: vec![false; config.live.len()],
             config,
             pass: None,
             tails: VecDeque::new(),
+            saving: None,
             reserved: BTreeMap::new(),
             draining: None,
         }
@@ -241,7 +257,7 @@ impl Node {
             }
             NodeEvent::Drained { attempt } => self.drained(attempt, &mut out),
             NodeEvent::Updated { attempt, piece, weights } => self.updated(attempt, piece, weights),
-            NodeEvent::Synced { attempt } => self.synced(attempt, &mut out),
+            NodeEvent::Saved { attempt } => self.saved(attempt, &mut out),
             NodeEvent::Measured { attempt, piece, sum_of_squares } => {
                 self.measured(attempt, piece, sum_of_squares);
             }
@@ -255,10 +271,12 @@ impl Node {
 
     fn on_run(&mut self, message: ToNode, out: &mut Vec<NodeCommand>) {
         match message {
-            ToNode::Begin { step, attempt, locked, policy } => {
-                self.begin(step, attempt, locked, policy);
+            ToNode::Begin { step, attempt, locked, policy, saved } => {
+                self.begin((step, attempt), locked, policy, saved);
             }
             ToNode::Apply { attempt, .. } => self.apply(attempt),
+            ToNode::Settled { step, attempt } => self.settle(step, attempt),
+            ToNode::Save { step, attempt } => self.save(step, attempt, out),
             ToNode::Committed { step, attempt } => self.committed(step, attempt),
             ToNode::Abort { attempt } => self.abort(attempt, out),
         }
@@ -273,11 +291,11 @@ impl Node {
             NodeEvent::Streamed { attempt, visit } if attempt == pass.attempt => {
                 pass.streamed(visit);
             }
-            NodeEvent::Unbound { attempt, visit } if attempt == pass.attempt => {
-                let visit = &pass.visits[visit.0 as usize];
+            NodeEvent::Unbound { attempt, visit: id } if attempt == pass.attempt => {
+                let visit = &pass.visits[id.0 as usize];
                 let weights = weight_bytes(&self.config.limits, visit).unwrap_or(0);
                 let inputs = if visit.consumes_input() { self.config.micros as usize } else { 0 };
-                pass.unbound(weights, inputs);
+                pass.unbound(id, weights, inputs);
             }
             NodeEvent::Parked { attempt, stage, .. } if attempt == pass.attempt => {
                 pass.parked(stage);
@@ -292,14 +310,20 @@ impl Node {
         }
     }
 
-    fn begin(&mut self, step: Step, attempt: Attempt, locked: Arc<[bool]>, policy: Policy) {
+    fn begin(
+        &mut self,
+        (step, attempt): (Step, Attempt),
+        locked: Arc<[bool]>,
+        policy: Policy,
+        saved: bool,
+    ) {
         assert!(self.pass.is_none(), "step {step} begins while another one is swept");
         assert!(self.draining.is_none(), "step {step} begins while an attempt is dropped");
         assert!(self.tails.len() <= 1, "step {step} begins two steps ahead of the disk");
         let visits = sweep(&self.table, self.config.limits.tiling, &locked);
         let pass = Pass::new((step, attempt), policy, self.config.micros, visits, &locked);
         self.pass = Some(pass);
-        self.tails.push_back(Tail::new(step, attempt, locked, policy));
+        self.tails.push_back(Tail::new((step, attempt), locked, policy, saved));
     }
 
     fn apply(&mut self, attempt: Attempt) {
@@ -313,18 +337,39 @@ impl Node {
         }
     }
 
+    /// The step's versions are the newest ones; the next step may write.
+    fn settle(&mut self, step: Step, attempt: Attempt) {
+        let Some(tail) = self.tails.pop_front() else { panic!("step {step} was not updated") };
+        assert_eq!((tail.step, tail.attempt, tail.is_over()), (step, attempt, true));
+        tail.layers().for_each(|layer| self.ahead[layer.index()] = true);
+    }
+
+    /// The step may have been settled before, with nothing begun since then.
+    fn save(&mut self, step: Step, attempt: Attempt, out: &mut Vec<NodeCommand>) {
+        if self.tails.front().is_some_and(|tail| tail.attempt == attempt) {
+            self.settle(step, attempt);
+        }
+        let ahead = self.live.iter().zip(&self.ahead).enumerate().filter(|(_, (_, ahead))| **ahead);
+        let slots = ahead.map(|(layer, (live, _))| (LayerId(layer as u32), live.other())).collect();
+        self.saving = Some(Saving { step, attempt, synced: false });
+        out.push(NodeCommand::Save { attempt, slots });
+    }
+
     fn committed(&mut self, step: Step, attempt: Attempt) {
-        let Some(tail) = self.tails.pop_front() else { panic!("step {step} was not prepared") };
-        assert_eq!((tail.step, tail.attempt, tail.is_synced()), (step, attempt, true));
-        for layer in tail.layers() {
-            let slot = &mut self.live[layer.index()];
-            *slot = slot.other();
+        let Some(saving) = self.saving.take() else { panic!("step {step} was not prepared") };
+        assert_eq!((saving.step, saving.attempt, saving.synced), (step, attempt, true));
+        for (slot, ahead) in self.live.iter_mut().zip(&mut self.ahead) {
+            *slot = if std::mem::take(ahead) { slot.other() } else { *slot };
         }
     }
 
     fn abort(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
         self.pass.take_if(|p| p.attempt >= attempt);
         self.tails.retain(|t| t.attempt < attempt);
+        self.saving.take_if(|saving| saving.attempt >= attempt);
+        if self.saving.is_none() {
+            self.ahead.fill(false);
+        }
         self.reserved.retain(|(a, _), _| *a < attempt);
         self.draining = Some(attempt);
         out.push(NodeCommand::Drain { attempt });
@@ -348,13 +393,13 @@ impl Node {
             return;
         }
         let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
+        let piece_bytes = &self.config.limits.piece_bytes;
         // Rows add to the other pieces of the embedding.
         let waits = self.config.fused_wait == Wait::Layer || piece.layer == self.rows.layer;
         match sum_of_squares {
             None if waits => {}
             Some(_) if waits => {
-                let all = pieces_of(&self.config.limits.piece_bytes, piece.layer);
-                all.for_each(|piece| tail.enqueue(piece));
+                pieces_of(piece_bytes, piece.layer).for_each(|piece| tail.enqueue(piece));
             }
             _ => tail.enqueue(piece),
         }
@@ -373,11 +418,12 @@ impl Node {
         self.reserved.remove(&(attempt, piece));
     }
 
-    fn synced(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
-        let Some(tail) = self.tails.iter_mut().find(|t| t.attempt == attempt) else { return };
-        tail.synced();
-        let (step, weights) = (tail.step, tail.weights());
-        out.push(NodeCommand::Report(FromNode::Prepared { step, attempt, weights }));
+    fn saved(&mut self, attempt: Attempt, out: &mut Vec<NodeCommand>) {
+        let saving = self.saving.as_mut().filter(|saving| saving.attempt == attempt);
+        let Some(Saving { step, attempt, synced }) = saving else { return };
+        *synced = true;
+        let (step, attempt) = (*step, *attempt);
+        out.push(NodeCommand::Report(FromNode::Prepared { step, attempt }));
     }
 
     fn advance(&mut self, out: &mut Vec<NodeCommand>) {
@@ -395,8 +441,14 @@ impl Node {
             Some(before) if !before.is_locked(layer) => {
                 before.is_updated(layer).then(|| live.other())
             }
-            _ => Some(live),
+            _ => Some(self.settled(layer)),
         }
+    }
+
+    /// The slot of the version that the last settled step left.
+    fn settled(&self, layer: LayerId) -> Slot {
+        let live = self.live[layer.index()];
+        if self.ahead[layer.index()] { live.other() } else { live }
     }
 
     fn stream(&mut self, out: &mut Vec<NodeCommand>) {
@@ -558,18 +610,31 @@ impl Node {
     }
 
     fn update(&mut self, out: &mut Vec<NodeCommand>) {
+        if self.saving.is_some() {
+            return;
+        }
+        while let Some(update) = self.next_update() {
+            out.push(update);
+        }
         let Some(tail) = self.tails.front_mut() else { return };
-        let (step, attempt, policy) = (tail.step, tail.attempt, tail.policy);
-        while let Some(piece) = tail.next_update() {
-            let from = self.live[piece.layer.index()];
-            let to = from.other();
-            let again = self.uses.of_written(step, policy, piece);
-            out.push(NodeCommand::Update { step, attempt, piece, from, to, again });
+        if tail.ends() {
+            let (step, attempt, weights) = (tail.step, tail.attempt, tail.weights());
+            out.push(NodeCommand::Report(FromNode::Updated { step, attempt, weights }));
         }
-        if tail.start_sync() {
-            let slots = tail.layers().map(|l| (l, self.live[l.index()].other())).collect();
-            out.push(NodeCommand::Sync { attempt, slots });
+    }
+
+    fn next_update(&mut self) -> Option<NodeCommand> {
+        let tail = self.tails.front()?;
+        let (step, attempt, policy, saved) = (tail.step, tail.attempt, tail.policy, tail.saved);
+        let piece = tail.next_update()?;
+        let (from, to) = (self.settled(piece.layer), self.live[piece.layer.index()].other());
+        let pass = self.pass.as_ref().filter(|pass| pass.attempt == attempt);
+        if from == to && pass.is_some_and(|pass| pass.holds(piece)) {
+            return None;
         }
+        self.tails.front_mut()?.start_update();
+        let again = self.uses.of_written(step, policy, piece);
+        Some(NodeCommand::Update { step, attempt, piece, from, to, again, saved })
     }
 }
 

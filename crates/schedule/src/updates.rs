@@ -37,6 +37,15 @@ impl Updates {
         }
     }
 
+    /// What it comes to in a run that commits every so many steps: speculation that fails costs all of
+    /// those, so nobody chooses it unasked.
+    pub fn with_commits_every(self, steps: u64) -> Updates {
+        match self {
+            Updates::Auto if steps > 1 => Policy::Deferred.into(),
+            other => other,
+        }
+    }
+
     /// What the next attempt does.
     pub(crate) fn policy(self, recent: Recent) -> Policy {
         match self {

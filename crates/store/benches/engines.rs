@@ -135,7 +135,7 @@ fn sweep(io: Arc<dyn Io>, dir: &Path) -> Result<f64, StoreError> {
             }
         }
     }
-    blocking(|done| store.sync_slots(vec![(LAYER, to)], done))?;
+    blocking(|done| store.save_slots(&[(LAYER, to)], done))?;
     Ok(bytes as f64 / start.elapsed().as_secs_f64() / 1e9)
 }
 

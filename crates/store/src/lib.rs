@@ -32,6 +32,7 @@ mod scratch;
 mod slots;
 mod snapshots;
 mod training;
+mod unsaved;
 
 pub use chunk::{ChunkHasher, StateChunk};
 pub use create::{NewStore, StoreWriter, create};

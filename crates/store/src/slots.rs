@@ -12,6 +12,7 @@ use crate::header;
 use crate::io::{Access, AfterUse, FileId, Guard, Handle, Io, IoError, read_now, read_target};
 use crate::layout::{plane_file, slot_path, state_bytes};
 use crate::record::LayerState;
+use crate::unsaved::Unsaved;
 use crate::{StoreError, blocking};
 
 /// Name of the file with a slot's chunk hashes.
@@ -24,6 +25,8 @@ pub(crate) struct PlaneFile {
     pub(crate) path: PathBuf,
     pub(crate) file: Handle,
     pub(crate) data_start: u64,
+    /// Chunks that are newer in memory.
+    pub(crate) unsaved: Unsaved,
 }
 
 impl PlaneFile {
@@ -201,7 +204,7 @@ fn open_plane(
     }
     let json = read_now(&**io, file.id(), 8, data_start as usize - 8)?;
     header::check(json.bytes(), layer, spec).map_err(damaged)?;
-    Ok(PlaneFile { spec, path, file, data_start })
+    Ok(PlaneFile { spec, path, file, data_start, unsaved: Unsaved::default() })
 }
 
 fn open_existing(io: &Arc<dyn Io>, path: &Path, access: Access) -> Result<Handle, StoreError> {

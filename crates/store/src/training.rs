@@ -20,6 +20,7 @@ use model::{
 use serde_json::{Map, Value};
 
 mod inner;
+mod planes;
 
 use inner::{Chain, Inner};
 
@@ -28,8 +29,8 @@ use crate::error::{Done, StoreError, blocking};
 use crate::files;
 use crate::hashes::{self, ChunkHashes, LayerHashes, layer_hashes};
 use crate::io::{
-    Access, AfterUse, Guard, Handle, Io, IoCounters, IoDone, IoError, LockKind, Op, fan_in,
-    read_scattered, write_block,
+    Access, AfterUse, Guard, Handle, Io, IoCounters, IoDone, IoError, LockKind, Op, Pool, Target,
+    fan_in, write_block,
 };
 use crate::layout::{RUN_FILE, SCRATCH_DIR, STORE_FILE};
 use crate::log;
@@ -39,6 +40,7 @@ use crate::record::{RecordKind, State};
 use crate::recovery::{self, Recovery};
 use crate::scratch::Scratch;
 use crate::slots::slot_bytes;
+use crate::unsaved::Allowance;
 
 /// A store open for training. Calls come from any thread; see [`Done`] for where they end.
 #[derive(Debug)]
@@ -100,6 +102,8 @@ impl TrainingStore {
             io,
             dir: dir.to_owned(),
             budget,
+            allowance: Allowance::default(),
+            copiers: Pool::new("store-wait", COPIERS),
             layout: found.layout,
             config_json: found.config_json,
             slots: RwLock::new(open.slots),
@@ -143,6 +147,16 @@ impl TrainingStore {
     /// The store's directory.
     pub fn dir(&self) -> &Path {
         &self.inner.dir
+    }
+
+    /// How many bytes of new chunks may wait in memory until they are saved. What waits of dropped
+    /// attempts is forgotten. Not while a step is in flight.
+    pub fn let_wait(&self, bytes: usize) {
+        self.inner.forget_waiting();
+        let planes = self.layout().planes().iter().filter(|spec| spec.plane.state() == 0);
+        let of = |elements: usize| planes.clone().map(|spec| spec.bytes(elements)).sum::<usize>();
+        let weight_bytes = self.table().layers().iter().map(|layer| of(layer.elements())).sum();
+        self.inner.allowance.grant(bytes, weight_bytes);
     }
 
     /// The last commit.
@@ -201,19 +215,16 @@ impl TrainingStore {
         for (plane, read) in files.planes.iter().zip(reads) {
             let row_bytes = plane.spec.bytes(width);
             let target = match self.inner.budget.block(ids.len() * row_bytes) {
-                Ok(block) => crate::io::Target::heap(block),
+                Ok(block) => Target::heap(block),
                 Err(error) => {
                     read(Err(error.into()));
                     continue;
                 }
             };
-            let at = |&id: &u32| {
-                let first = id as usize * width;
-                (plane.file.id(), plane.range(first..first + width).start)
-            };
-            let from: Vec<_> = ids.iter().map(at).collect();
-            let read = Box::new(move |block: Result<_, IoError>| read(block.map_err(Into::into)));
-            read_scattered(&*self.inner.io, &from, &vec![row_bytes; ids.len()], target, read);
+            let row = |&id: &u32| id as usize * width..(id as usize + 1) * width;
+            let rows: Vec<_> = ids.iter().map(row).collect();
+            let read = move |block: Result<_, IoError>| read(block.map_err(Into::into));
+            self.inner.fill(plane, &rows, target, read);
         }
     }
 
@@ -288,10 +299,11 @@ impl TrainingStore {
     }
 
     /// Writes one chunk of all planes into an inactive slot. `hashes` are those of `bytes`,
-    /// computed by the caller while they are in its cache.
+    /// computed by the caller while they are in its cache. `again`: when the planes are read next;
+    /// until they are saved they may wait in memory if it says so.
     ///
     /// The first write after a commit replaces a slot that is missing or that a snapshot has a name
-    /// for, and blocks while it does. `again`: when the planes are read next.
+    /// for, and blocks while it does.
     ///
     /// # Errors
     /// `NoSpace` for a slot that is to be replaced; `Io`, `Poisoned`.
@@ -326,62 +338,52 @@ impl TrainingStore {
             }),
         );
         for (plane, block) in files.planes.iter().zip(bytes.into_planes()) {
-            let range = plane.range(elements.clone());
-            assert_eq!(block.len() as u64, range.end - range.start, "bytes of a chunk");
-            let after =
-                again.map_or(AfterUse::Forget, |again| again.of(self.layout(), *plane.spec));
-            let file = plane.file.id();
-            let block = inner.io.keeping(file, range.start, block, &inner.budget, after);
-            write_block(&*inner.io, file, range.start, &Arc::new(block), fan.branch());
+            let at = (chunk, elements.clone());
+            inner.write_plane(plane, at, block, again, fan.branch());
         }
     }
 
-    /// Writes the `hashes` file of a slot whose chunks are all written, and returns the
-    /// layer's hashes for the [`State`].
+    /// The layer's hashes for the [`State`], once all chunks of a slot are written. Unless it
+    /// `waits` for later chunks, they go to the slot's `hashes` file.
     ///
     /// # Panics
     /// On a live slot or one with unwritten chunks: a programmer's error.
-    pub fn finish_layer(&self, layer: LayerId, slot: Slot, done: Done<LayerHashes>) {
+    pub fn finish_layer(&self, layer: LayerId, slot: Slot, waits: bool, done: Done<LayerHashes>) {
         let inner = &self.inner;
         if let Err(error) = inner.check_poison() {
             return done(Err(error));
         }
         inner.assert_inactive(layer, slot);
         let files = inner.files(layer, slot);
-        let chunks = inner.tables()[layer.index()][slot as usize].complete();
-        let Some(chunks) = chunks else {
-            panic!("layer {layer} has unwritten chunks in slot {}", slot.name())
-        };
-        let hashes = layer_hashes(files.layout, &chunks);
-        let shared = Arc::clone(inner);
-        let finished = inner.finish(
-            Box::new(move |result: Result<(), _>| done(result.map(|()| hashes))),
-            move || {
-                shared.tables()[layer.index()][slot as usize].hashes_written = true;
-            },
-        );
-        let block = Arc::new(files::block(&hashes::encode(files.layout, &chunks)));
-        write_block(&*inner.io, files.hashes.id(), 0, &block, finished);
+        let hashes = layer_hashes(files.layout, &inner.written_chunks(layer, slot));
+        if waits {
+            return done(Ok(hashes));
+        }
+        let written = Box::new(move |result: Result<(), _>| done(result.map(|()| hashes)));
+        let result = inner.finish(written, || ());
+        inner.write_hashes(layer, slot, result);
     }
 
-    /// Syncs every file of these slots. A failure poisons the store.
-    pub fn sync_slots(&self, slots: Vec<(LayerId, Slot)>, done: Done<()>) {
+    /// Brings what waits of these slots to their files, and syncs those. A failed sync poisons the
+    /// store.
+    ///
+    /// # Panics
+    /// On a live slot or one with unwritten chunks: a programmer's error.
+    pub fn save_slots(&self, slots: &[(LayerId, Slot)], done: Done<()>) {
         let inner = &self.inner;
         if let Err(error) = inner.check_poison() {
             return done(Err(error));
         }
-        let files: Vec<_> = slots.iter().flat_map(|&(l, s)| inner.files(l, s).files()).collect();
-        let (shared, synced) = (Arc::clone(inner), slots);
-        let finished = inner.finish(done, move || {
-            let mut tables = shared.tables();
-            for (layer, slot) in synced {
-                tables[layer.index()][slot as usize].unsynced = false;
+        let syncing = Arc::clone(inner);
+        let synced = slots.to_vec();
+        let written: IoDone = Box::new(move |result| match result {
+            Ok(()) => syncing.sync_slots(synced, done),
+            Err(error) => {
+                syncing.poison_if_lost(&error);
+                done(Err(error.into()));
             }
         });
-        let fan = fan_in(files.len(), finished);
-        for file in files {
-            inner.io.submit(Op::Sync { file }, fan.branch());
-        }
+        inner.write_waiting(slots, written);
     }
 
     /// Makes `state` durable: one record of `kind` in both copies of the log, synced. Then it is
@@ -485,7 +487,7 @@ impl TrainingStore {
     }
 }
 
-/// When what is written is read next.
+/// What becomes of a chunk that is written.
 #[derive(Clone, Copy, Debug)]
 pub struct WrittenAgain {
     /// In which a sweep reads weights.
@@ -494,6 +496,8 @@ pub struct WrittenAgain {
     pub weights: NextUse,
     /// All planes, by the optimizer.
     pub state: NextUse,
+    /// Until [`TrainingStore::save_slots`] they may stay in memory.
+    pub waits: bool,
 }
 
 impl WrittenAgain {
@@ -513,6 +517,9 @@ fn weight_reads(
     let count = layout.weight_planes(precision).len();
     gather(count, Box::new(move |blocks| done(blocks.map(whole))))
 }
+
+/// Threads that copy chunks that wait.
+const COPIERS: usize = 2;
 
 /// Bytes that the log and small files may take between two looks at the disk.
 const RESERVE_BYTES: u64 = 16 << 20;

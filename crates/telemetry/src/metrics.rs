@@ -27,10 +27,10 @@ pub struct Metrics {
     inner: Arc<Inner>,
 }
 
-/// What a committed step reports.
+/// What a step reports.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepFacts {
-    /// The step that became durable.
+    /// The last step that is durable.
     pub step: u64,
     /// Mean loss per target token, in nats.
     pub loss: f64,
@@ -40,7 +40,7 @@ pub struct StepFacts {
     pub learning_rate: f64,
     /// Tokens of the step: rows x sequence length.
     pub tokens: u64,
-    /// Seconds since the commit before.
+    /// Seconds since the report before.
     pub seconds: f64,
 }
 
@@ -118,7 +118,7 @@ impl Metrics {
         advance(&self.inner.series.tokens, tokens_total);
     }
 
-    /// A step became durable.
+    /// A step is durable, or will be with a later one.
     pub fn step_committed(&self, facts: &StepFacts) {
         let series = &self.inner.series;
         series.step.set(facts.step as f64);

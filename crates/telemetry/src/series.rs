@@ -44,11 +44,11 @@ impl Series {
             step: r.gauge("ftactor_step", "Last committed optimizer step"),
             loss: r.gauge(
                 "ftactor_loss",
-                "Mean loss per target token of the last committed step in nats; NaN before it",
+                "Mean loss per target token of the last step in nats; NaN before it",
             ),
             grad_norm: r.gauge(
                 "ftactor_grad_norm",
-                "Gradient norm before clipping of the last committed step; NaN before it",
+                "Gradient norm before clipping of the last step; NaN before it",
             ),
             learning_rate: r.gauge(
                 "ftactor_learning_rate",

@@ -18,7 +18,9 @@ struct Version {
 pub(crate) struct Record {
     pub(crate) step: Step,
     pub(crate) attempt: Attempt,
+    /// The slots of the newest versions.
     pub(crate) live: Vec<Slot>,
+    digests: Vec<u64>,
     t: Vec<u64>,
     /// By layer: the steps that changed it.
     pub(crate) applied: Vec<Vec<u64>>,
@@ -29,7 +31,7 @@ pub(crate) struct Record {
 impl Record {
     /// Whether both say the same, whatever it took to get there.
     pub(crate) fn agrees(&self, other: &Record) -> bool {
-        *self == Record { attempt: self.attempt, ..other.clone() }
+        *self == Record { attempt: self.attempt, live: self.live.clone(), ..other.clone() }
     }
 }
 
@@ -37,6 +39,8 @@ pub(crate) struct Disk {
     /// `None`: garbage, or being written.
     slots: Vec<[Option<Version>; 2]>,
     pub(crate) record: Record,
+    /// What the last settled step made of it.
+    pub(crate) settled: Record,
     /// The record that is on its way.
     committing: Option<Record>,
     /// The attempt that may write.
@@ -47,17 +51,20 @@ impl Disk {
     pub(crate) fn new(ledger: Ledger) -> Disk {
         let layers = ledger.locked.len();
         let fresh = |layer| Version { step: Step(0), digest: layer as u64, synced: true };
+        let record = Record {
+            step: Step(0),
+            attempt: Attempt(0),
+            live: vec![Slot::A; layers],
+            digests: (0..layers).map(|layer| fresh(layer).digest).collect(),
+            t: vec![0; layers],
+            applied: vec![Vec::new(); layers],
+            skipped: Vec::new(),
+            ledger,
+        };
         Disk {
             slots: (0..layers).map(|layer| [Some(fresh(layer)), None]).collect(),
-            record: Record {
-                step: Step(0),
-                attempt: Attempt(0),
-                live: vec![Slot::A; layers],
-                t: vec![0; layers],
-                applied: vec![Vec::new(); layers],
-                skipped: Vec::new(),
-                ledger,
-            },
+            settled: record.clone(),
+            record,
             committing: None,
             writing: None,
         }
@@ -72,14 +79,16 @@ impl Disk {
         factor: bool,
     ) -> u64 {
         let at = layer.index();
-        assert_eq!(from, self.record.live[at], "layer {layer}: reads a dead slot");
+        assert_eq!(from, self.settled.live[at], "layer {layer}: reads an old slot");
         assert_ne!(to, self.record.live[at], "layer {layer}: writes a live slot");
-        assert_eq!(step, self.record.step.next(), "writes ahead of the disk");
-        assert!(!self.record.ledger.locked[at], "layer {layer} is locked and written");
+        assert_eq!(step, self.settled.step.next(), "writes ahead of what is settled");
+        assert!(!self.settled.ledger.locked[at], "layer {layer} is locked and written");
         assert!(self.committing.is_none(), "writes while a record is on its way");
         assert_eq!(*self.writing.get_or_insert(attempt), attempt, "two attempts write");
-        self.slots[at][to as usize] = None;
-        let before = self.slots[at][from as usize].expect("a live slot");
+        let before = self.slots[at][from as usize].expect("the newest version");
+        if from != to {
+            self.slots[at][to as usize] = None;
+        }
         updated(before.digest, step, factor)
     }
 
@@ -88,82 +97,105 @@ impl Disk {
         self.slots[layer.index()][slot as usize] = Some(version);
     }
 
+    /// What is settled, and nothing else, reaches the disk.
     pub(crate) fn sync(&mut self, slots: &[(LayerId, Slot)]) {
+        let pairs = self.settled.live.iter().zip(&self.record.live).enumerate();
+        let ahead = pairs.filter(|(_, (settled, live))| settled != live);
+        let ahead: Vec<_> = ahead.map(|(at, (slot, _))| (LayerId(at as u32), *slot)).collect();
+        assert_eq!(slots, ahead, "step {}", self.settled.step);
         for (layer, slot) in slots {
-            assert!(
-                !self.record.ledger.locked[layer.index()],
-                "layer {layer} is locked and synced"
-            );
             let version = &mut self.slots[layer.index()][*slot as usize];
             version.as_mut().expect("sync of a slot that is not written").synced = true;
         }
     }
 
-    /// A read for `step`: the version that the step before left, or will have made live.
+    /// A read for `step`: the version that the step before left, or leaves.
     pub(crate) fn check_read(&self, step: Step, layer: LayerId, slot: Slot) {
         let at = layer.index();
         let before = Step(step.0 - 1);
-        let ahead = before != self.record.step;
-        let live = self.record.live[at];
+        let ahead = before != self.settled.step;
         if ahead {
-            assert_eq!(before, self.record.step.next(), "read two steps ahead of the disk");
+            assert_eq!(before, self.settled.step.next(), "read two steps ahead");
         }
-        let written = ahead && !self.record.ledger.locked[at];
-        assert_eq!(
-            slot,
-            if written { live.other() } else { live },
-            "layer {layer} for step {step}"
-        );
+        let written = ahead && !self.settled.ledger.locked[at];
+        let (other, settled) = (self.record.live[at].other(), self.settled.live[at]);
+        assert_eq!(slot, if written { other } else { settled }, "layer {layer} for step {step}");
         let version = self.slots[at][slot as usize];
         let version = version.unwrap_or_else(|| panic!("layer {layer} is being written and read"));
         assert!(!written || version.step == before, "layer {layer} is old for step {step}");
     }
 
-    /// A record goes on its way; `locked`: what its attempt left out; `clipped`: its updates must
-    /// have been made with the factor.
-    pub(crate) fn start_record(&mut self, command: &RunCommand, locked: &[bool], clipped: bool) {
+    /// A step counts; `locked`: what its attempt left out; `clipped`: its updates must have been made
+    /// with the factor.
+    pub(crate) fn settle(
+        &mut self,
+        (step, attempt): (Step, Attempt),
+        ledger: Ledger,
+        locked: &[bool],
+        clipped: bool,
+    ) {
+        assert_eq!(step, self.settled.step.next(), "settled out of order");
+        assert!(attempt > self.settled.attempt, "an attempt twice");
+        assert_eq!(locked, &*self.settled.ledger.locked, "step {step} had other locks");
+        for (at, locked) in locked.iter().enumerate() {
+            let next = &mut self.settled;
+            if *locked {
+                assert!(ledger.locked[at], "layer {at} is unlocked by itself");
+                continue;
+            }
+            next.live[at] = self.record.live[at].other();
+            next.digests[at] = updated(next.digests[at], step, clipped);
+            let new = Version { step, digest: next.digests[at], synced: false };
+            assert_eq!(self.slots[at][next.live[at] as usize], Some(new), "layer {at}");
+            next.t[at] += 1;
+            next.applied[at].push(step.0);
+        }
+        (self.settled.step, self.settled.attempt, self.settled.ledger) = (step, attempt, ledger);
+        self.writing = None;
+    }
+
+    /// A record goes on its way.
+    pub(crate) fn start_record(&mut self, command: &RunCommand) {
         assert!(self.committing.is_none(), "two records at once");
-        let mut next = self.record.clone();
+        let mut next = self.settled.clone();
         match command {
-            RunCommand::Commit { step, attempt, ledger } => {
-                assert_eq!(locked, &*self.record.ledger.locked, "step {step} had other locks");
-                (next.step, next.attempt, next.ledger) = (*step, *attempt, ledger.clone());
-                self.flip(&mut next, clipped);
+            RunCommand::Commit { step, attempt } => {
+                assert_eq!((*step, *attempt), (next.step, next.attempt), "not what is settled");
+                let newest = next.live.iter().zip(&self.slots);
+                let synced = |(live, slots): (&Slot, &[Option<Version>; 2])| {
+                    slots[*live as usize].is_some_and(|version| version.synced)
+                };
+                assert!(newest.into_iter().all(synced), "step {step} is not synced");
             }
             RunCommand::Skip { step, attempt, ledger } => {
+                assert_eq!(next.step, self.record.step, "skipped before the one before is durable");
                 assert_eq!(ledger.locked, next.ledger.locked, "a skip locks");
+                assert_eq!(*step, next.step.next(), "skipped out of order");
                 (next.step, next.attempt, next.ledger) = (*step, *attempt, ledger.clone());
                 next.skipped.push(step.0);
             }
             other => panic!("{other:?} is no record"),
         }
-        assert_eq!(next.step, self.record.step.next(), "records out of order");
+        assert!(next.step > self.record.step, "records out of order");
         assert!(next.attempt > self.record.attempt, "an attempt twice");
         self.committing = Some(next);
     }
 
-    /// What the step wrote becomes live: of the layers that were not locked in it.
-    fn flip(&self, next: &mut Record, clipped: bool) {
-        for (at, locked) in self.record.ledger.locked.iter().enumerate() {
-            if *locked {
-                assert!(next.ledger.locked[at], "layer {at} is unlocked by itself");
-                continue;
-            }
-            let old = self.slots[at][next.live[at] as usize].expect("a live slot");
-            next.live[at] = next.live[at].other();
-            let digest = updated(old.digest, next.step, clipped);
-            let new = Version { step: next.step, digest, synced: true };
-            assert_eq!(self.slots[at][next.live[at] as usize], Some(new), "layer {at}");
-            next.t[at] += 1;
-            next.applied[at].push(next.step.0);
-        }
-    }
-
     pub(crate) fn finish_record(&mut self, step: Step) {
         self.record = self.committing.take().expect("a record on its way");
+        self.settled = self.record.clone();
         assert_eq!(self.record.step, step, "another step became durable");
         self.writing = None;
         self.check();
+    }
+
+    /// Settled steps go with a dropped attempt, unless their record is on its way; how many.
+    pub(crate) fn rewind(&mut self) -> u64 {
+        if self.committing.is_some() {
+            return 0;
+        }
+        let settled = std::mem::replace(&mut self.settled, self.record.clone());
+        settled.step.0 - self.record.step.0
     }
 
     /// Nothing of a dropped attempt is written any more.
@@ -184,6 +216,7 @@ impl Disk {
             Some(record) if record_arrives => self.record = record,
             _ => {}
         }
+        self.settled = self.record.clone();
         self.check();
     }
 

@@ -13,6 +13,7 @@ pub(super) fn balanced(updates: impl Into<Updates>, weight_buffers: usize) -> Se
         tiling: Tiling::Whole,
         micros: 2,
         updates: updates.into(),
+        commit_every: 1,
         fused_wait: Wait::None,
         weight_buffers,
         tight: false,
@@ -27,6 +28,7 @@ pub(super) fn balanced(updates: impl Into<Updates>, weight_buffers: usize) -> Se
             unbind: 0,
         },
         faults_per_million: 0,
+        fatal: false,
         deaths_per_million: 0,
         jitter_percent: 0,
         bad_batch: 0,
@@ -155,6 +157,41 @@ fn a_stop_ends_the_run_at_a_committed_step() {
         assert_eq!(world.run(), End::Stopped, "seed {seed}");
         assert!(world.durable_at.len() < 50);
         assert_eq!(world.process.run.durable(), Step(world.durable_at.len() as u64));
+    }
+}
+
+/// Nothing that is settled is lost by a stop.
+#[test]
+fn a_stop_commits_what_is_settled() {
+    let (mut partial, mut whole) = (0, 0);
+    for seed in 0..400 {
+        let policy = if seed % 2 == 0 { Policy::Fused } else { Policy::Deferred };
+        let mut world = World::new(Setup {
+            layers: 3,
+            steps: 50,
+            commit_every: 2 + seed % 5,
+            jitter_percent: 200,
+            seed,
+            ..balanced(policy, 2)
+        });
+        let when = world.next_random() % (2000 * UNIT);
+        world.at(when, Happening::Run(RunEvent::StopRequested));
+        assert_eq!(world.run(), End::Stopped, "seed {seed}");
+        assert_eq!(world.again, 0, "seed {seed}");
+        let at = world.disk.record.step.0;
+        *(if at.is_multiple_of(world.setup.commit_every) { &mut whole } else { &mut partial }) += 1;
+    }
+    assert!(partial > 100 && whole > 20, "{partial} {whole}");
+}
+
+#[test]
+fn commits_come_as_often_as_asked_for() {
+    for updates in [Policy::Fused.into(), Policy::Deferred.into(), Updates::Auto] {
+        let setup = Setup { steps: 11, commit_every: 4, layers: 3, ..balanced(updates, 2) };
+        let mut world = World::new(setup);
+        assert_eq!(world.run(), End::Completed);
+        let steps: Vec<u64> = world.records.iter().map(|record| record.step.0).collect();
+        assert_eq!((steps, world.aborts), (vec![0, 4, 8, 11], 0));
     }
 }
 

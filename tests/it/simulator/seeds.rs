@@ -19,6 +19,8 @@ struct Tally {
     locks: u64,
     spikes_watched: u64,
     given_up: u64,
+    /// Settled steps that were made again.
+    again: u64,
 }
 
 /// Draws numbers from a seed.
@@ -67,19 +69,24 @@ fn setup(seed: u64) -> Setup {
         number("of_somebody_else", 7),
     ]);
     let calm = balanced(updates, 2 + dice.roll(2) as usize);
+    // All steps of a commit have to get through.
+    let commit_every = [1, 1, 2, 3, 7][dice.roll(5) as usize];
+    let calmer = commit_every * commit_every;
     // Slow answers of the device let a layer's update overtake its own sweep.
     let unbind = if dice.one_in(3) { 80 * UNIT } else { 0 };
     Setup {
         layers,
         tied: dice.one_in(2),
         tiling: if dice.one_in(2) { Tiling::Whole } else { Tiling::Blocks },
+        commit_every,
         fused_wait: if dice.one_in(2) { Wait::None } else { Wait::Layer },
         costs: Costs { unbind, ..calm.costs },
         micros: 1 + dice.roll(2) as u32,
         tight: dice.one_in(3),
         steps,
-        faults_per_million: [0, 2_000, 8_000][dice.roll(3) as usize],
-        deaths_per_million: [0, 3_000, 15_000][dice.roll(3) as usize],
+        faults_per_million: [0, 2_000, 8_000][dice.roll(3) as usize] / calmer,
+        deaths_per_million: [0, 3_000, 15_000][dice.roll(3) as usize] / calmer,
+        fatal: dice.one_in(3),
         jitter_percent: 300,
         locked,
         counters,
@@ -105,6 +112,7 @@ fn calm(setup: &Setup) -> (End, Vec<Record>) {
     };
     let mut world = World::new(Setup {
         updates: other,
+        commit_every: 1,
         tight: false,
         faults_per_million: 0,
         deaths_per_million: 0,
@@ -136,6 +144,7 @@ fn play(seed: u64, tally: &mut Tally) {
             let locks = |locked: &[bool]| locked.iter().filter(|locked| **locked).count() as u64;
             tally.deaths += world.deaths;
             tally.aborts += world.aborts;
+            tally.again += world.again;
             tally.skips += skipped.len() as u64;
             tally.locks += locks(&ledger.locked) - locks(&world.setup.locked);
             tally.spikes_watched += u64::from(world.setup.guard.spike.is_some());
@@ -158,7 +167,8 @@ fn whatever_happens_a_run_comes_to_what_a_calm_one_comes_to() {
     let mut tally = Tally::default();
     (0..SEEDS).for_each(|seed| play(seed, &mut tally));
     println!("{tally:?}");
-    let Tally { deaths, aborts, skips, locks, spikes_watched, given_up } = tally;
+    let Tally { deaths, aborts, skips, locks, spikes_watched, given_up, again } = tally;
+    assert!(again > SEEDS / 2, "only {again} settled steps were made again");
     assert!(deaths > SEEDS, "only {deaths} deaths");
     assert!(aborts > SEEDS, "only {aborts} dropped attempts");
     assert!(skips > SEEDS / 2, "only {skips} skipped steps");

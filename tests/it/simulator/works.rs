@@ -7,12 +7,13 @@ impl World {
         let costs = self.setup.costs;
         match command {
             NodeCommand::Gather { attempt, micro, layer, slot } => {
-                self.check_read(attempt, layer, slot);
+                self.check_read(attempt, layer, slot, 0..usize::MAX);
                 let event = NodeEvent::RowsReady { attempt, micro };
                 self.occupy(Resource::Disk, 1, attempt, event);
             }
-            NodeCommand::StreamIn { attempt, visit, layer, slot, .. } => {
-                self.check_read(attempt, layer, slot);
+            NodeCommand::StreamIn { attempt, visit, layer, tile, slot, .. } => {
+                self.check_read(attempt, layer, slot, tile.elements.clone());
+                self.process.bound.insert((attempt, visit), (layer, tile.elements));
                 let decoder = matches!(
                     self.process.node.visit(attempt, visit).unwrap().kind,
                     VisitKind::Forward | VisitKind::Backward
@@ -41,12 +42,12 @@ impl World {
             NodeCommand::Update { step, attempt, piece, from, to, .. } => {
                 self.update((step, attempt), piece, from, to);
             }
-            NodeCommand::Sync { attempt, slots } => {
+            NodeCommand::Save { attempt, slots } => {
                 let end = self.start_of(Resource::Disk) + 1;
                 self.process.busy_until.insert(Resource::Disk, end);
-                let failed = Happening::Node(NodeEvent::Failed { attempt, fatal: false });
+                let failed = Happening::Node(self.failed(attempt));
                 let happening =
-                    if self.fails() { failed } else { Happening::Synced { attempt, slots } };
+                    if self.fails() { failed } else { Happening::Saved { attempt, slots } };
                 self.at(end, happening);
             }
             NodeCommand::Drain { attempt } => {
@@ -55,13 +56,15 @@ impl World {
                     matches!(
                         h,
                         Happening::Wrote { .. }
-                            | Happening::Synced { .. }
+                            | Happening::Saved { .. }
                             | Happening::Squared { .. }
                     )
                 };
                 self.process.happenings.retain(|_, h| !forgotten(h));
                 self.process.parking.clear();
                 self.process.writing.clear();
+                self.process.replaced.clear();
+                self.process.bound.clear();
                 let until = self.process.in_flight_until.max(self.now) + 1;
                 self.disk.drained();
                 self.at(until, Happening::Node(NodeEvent::Drained { attempt }));
@@ -77,7 +80,7 @@ impl World {
                 let clipped = self.setup.data.clipped(step);
                 let redo = clipped && begun.policy == Policy::Fused && !begun.factor;
                 if redo {
-                    self.process.known = Some(step);
+                    self.process.known.insert(step);
                 }
                 RunEvent::Norm { step, attempt, sums, loss, clipped, redo }
             }
@@ -140,6 +143,9 @@ impl World {
         if self.process.attempts[&attempt].policy == Policy::Deferred {
             assert_eq!(self.process.measured[&(attempt, layer)], pieces, "updated too early");
         }
+        if from == to {
+            self.replace(piece);
+        }
         let factor = self.process.attempts[&attempt].factor;
         let key = (attempt, layer);
         let begun = self.process.writing.remove(&key);
@@ -155,7 +161,7 @@ impl World {
         self.process.busy_until.insert(Resource::Disk, end);
         self.process.in_flight_until = self.process.in_flight_until.max(end);
         let happening = if self.fails() {
-            Happening::Node(NodeEvent::Failed { attempt, fatal: false })
+            Happening::Node(self.failed(attempt))
         } else if !self.setup.data.update_is_finite(step, layer) {
             Happening::Run(RunEvent::Node(FromNode::NotFinite { step, attempt }))
         } else {
@@ -164,7 +170,23 @@ impl World {
         self.at(end, happening);
     }
 
-    fn check_read(&self, attempt: Attempt, layer: LayerId, slot: Slot) {
-        self.disk.check_read(self.process.attempts[&attempt].step, layer, slot);
+    /// A piece is updated in place, which nobody reads any more.
+    fn replace(&mut self, piece: PieceId) {
+        let elements = self.table.piece(piece, self.setup.tiling);
+        let meet = |bound: &(LayerId, Range<usize>)| {
+            bound.0 == piece.layer && bound.1.start < elements.end && elements.start < bound.1.end
+        };
+        let bound = self.process.bound.iter().find(|(_, bound)| meet(bound));
+        assert_eq!(bound, None, "{piece:?} is written over while the device has it");
+        self.process.replaced.entry(piece.layer).or_default().push(elements);
+    }
+
+    fn check_read(&self, attempt: Attempt, layer: LayerId, slot: Slot, elements: Range<usize>) {
+        let step = self.process.attempts[&attempt].step;
+        self.disk.check_read(step, layer, slot);
+        let replaced = self.process.replaced.get(&layer).into_iter().flatten();
+        let meets = |r: &Range<usize>| r.start < elements.end && elements.start < r.end;
+        let gone = replaced.into_iter().any(meets) && step == self.disk.settled.step.next();
+        assert!(!gone, "layer {layer}: {elements:?} is written over and read");
     }
 }

@@ -82,10 +82,10 @@ fn the_same_seed_strikes_at_the_same_calls() {
 async fn a_request_can_be_lost_and_a_record_tells_of_it() {
     let file = std::env::temp_dir().join(format!("faults-{}", std::process::id()));
     let _ = std::fs::remove_file(&file);
-    let faults = vec![parse("store.sync:lost:2"), Fault::Record(file.clone())];
+    let faults = vec![parse("store.save:lost:2"), Fault::Record(file.clone())];
     let plan = FaultPlan::new(faults);
-    assert_eq!(plan.message("store", "sync").await, Delivery::Made);
-    assert_eq!(plan.message("store", "sync").await, Delivery::Lost);
+    assert_eq!(plan.message("store", "save").await, Delivery::Made);
+    assert_eq!(plan.message("store", "save").await, Delivery::Lost);
     assert_eq!(plan.message("run", "start").await, Delivery::Made);
     plan.write_record().unwrap();
     let text = std::fs::read_to_string(&file).unwrap();
@@ -93,6 +93,6 @@ async fn a_request_can_be_lost_and_a_record_tells_of_it() {
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(
         lines,
-        ["struck store.sync 2 Lost", "run 1", "run.start 1", "store 2", "store.sync 2"]
+        ["struck store.save 2 Lost", "run 1", "run.start 1", "store 2", "store.save 2"]
     );
 }

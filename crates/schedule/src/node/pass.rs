@@ -1,8 +1,9 @@
 //! [`Pass`]: how far the two sweeps of one attempt have come.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use model::{Attempt, LayerId, Micro, Stage, Step};
+use model::{Attempt, LayerId, Micro, PieceId, Stage, Step};
 
 use crate::{Policy, Visit, VisitId};
 
@@ -19,7 +20,7 @@ pub(super) struct Pass {
     pub(super) next_compute: usize,
     /// Bytes of weights on their way or bound, and their visits.
     pub(super) weight_bytes: usize,
-    bound: usize,
+    bound: BTreeSet<VisitId>,
     /// Inputs of stages in RAM: made or on their way back, not yet used up or parked.
     pub(super) inputs: usize,
     streamed: Vec<VisitId>,
@@ -54,7 +55,7 @@ impl Pass {
             next_stream: 0,
             next_compute: 0,
             weight_bytes: 0,
-            bound: 0,
+            bound: BTreeSet::new(),
             inputs: 0,
             streamed: Vec::new(),
             parked: vec![0; stages],
@@ -68,9 +69,10 @@ impl Pass {
 
     /// `weights`: bytes of the visit's tile, if it has one.
     pub(super) fn stream_issued(&mut self, weights: Option<usize>, inputs: usize) {
+        let visit = VisitId(self.next_stream as u32);
         self.next_stream += 1;
         self.weight_bytes += weights.unwrap_or(0);
-        self.bound += usize::from(weights.is_some());
+        self.bound.extend(weights.map(|_| visit));
         self.inputs += inputs;
     }
 
@@ -83,13 +85,18 @@ impl Pass {
     }
 
     /// The device is done with a visit's weights and has used `inputs` up.
-    pub(super) fn unbound(&mut self, weights: usize, inputs: usize) {
-        assert!(self.bound > 0 && self.weight_bytes >= weights, "weights were returned twice");
+    pub(super) fn unbound(&mut self, visit: VisitId, weights: usize, inputs: usize) {
+        assert!(self.bound.remove(&visit), "weights were returned twice");
         self.weight_bytes -= weights;
-        self.bound -= 1;
         self.free_inputs(inputs);
         let computed = self.next_compute as u32;
         self.streamed.retain(|v| v.0 >= computed);
+    }
+
+    /// Whether the device may still have weights that a piece's update writes over.
+    pub(super) fn holds(&self, piece: PieceId) -> bool {
+        let made = self.visits.iter().position(|visit| visit.gradient() == Some(piece));
+        made.is_some_and(|made| self.bound.first().is_some_and(|first| first.0 as usize <= made))
     }
 
     pub(super) fn free_inputs(&mut self, inputs: usize) {
@@ -144,7 +151,7 @@ impl Pass {
     pub(super) fn is_finished(&self) -> bool {
         let computed = self.losses.iter().all(Option::is_some);
         let measured = self.pieces.iter().all(|&missing| missing == 0);
-        computed && measured && self.sums.iter().all(Option::is_some) && self.bound == 0
+        computed && measured && self.sums.iter().all(Option::is_some) && self.bound.is_empty()
     }
 
     /// Sum over microbatches, in their order.

@@ -1,4 +1,4 @@
-//! [`Tail`]: a step on its way from gradients to a commit.
+//! [`Tail`]: a step on its way from gradients to new versions.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,6 +15,8 @@ pub(super) struct Tail {
     pub(super) step: Step,
     pub(super) attempt: Attempt,
     pub(super) policy: Policy,
+    /// A commit is to follow.
+    pub(super) saved: bool,
     waiting: VecDeque<PieceId>,
     in_flight: usize,
     /// By layer: not part of the step.
@@ -25,29 +27,29 @@ pub(super) struct Tail {
     /// The run has judged the step; before that fused updates may be made, but not become part of
     /// it.
     pub(super) applied: bool,
-    sync: Sync,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sync {
-    NotStarted,
-    Started,
-    Done,
+    /// The run knows that all layers are updated.
+    reported: bool,
 }
 
 impl Tail {
-    pub(super) fn new(step: Step, attempt: Attempt, locked: Arc<[bool]>, policy: Policy) -> Tail {
+    pub(super) fn new(
+        (step, attempt): (Step, Attempt),
+        locked: Arc<[bool]>,
+        policy: Policy,
+        saved: bool,
+    ) -> Tail {
         Tail {
             step,
             attempt,
             policy,
+            saved,
             waiting: VecDeque::new(),
             in_flight: 0,
             updated: vec![false; locked.len()],
             weights: vec![0.0; locked.len()],
             locked,
             applied: false,
-            sync: Sync::NotStarted,
+            reported: false,
         }
     }
 
@@ -63,13 +65,17 @@ impl Tail {
         self.waiting.push_back(piece);
     }
 
-    pub(super) fn next_update(&mut self) -> Option<PieceId> {
+    /// The next piece to update, if not too many are being updated.
+    pub(super) fn next_update(&self) -> Option<PieceId> {
         if self.in_flight >= UPDATES_IN_FLIGHT {
             return None;
         }
-        let piece = self.waiting.pop_front()?;
+        self.waiting.front().copied()
+    }
+
+    pub(super) fn start_update(&mut self) {
         self.in_flight += 1;
-        Some(piece)
+        self.waiting.pop_front();
     }
 
     /// `whole`: the square sum of the layer's new weights, once all its pieces are written.
@@ -94,22 +100,15 @@ impl Tail {
         self.updated[layer.index()]
     }
 
-    /// Whether it is time to sync; true once.
-    pub(super) fn start_sync(&mut self) -> bool {
-        let start = self.applied
-            && self.sync == Sync::NotStarted
-            && self.layers().all(|layer| self.is_updated(layer));
-        if start {
-            self.sync = Sync::Started;
-        }
-        start
+    /// Whether the run wants the step and every layer has its new version.
+    pub(super) fn is_over(&self) -> bool {
+        self.applied && self.layers().all(|layer| self.is_updated(layer))
     }
 
-    pub(super) fn synced(&mut self) {
-        self.sync = Sync::Done;
-    }
-
-    pub(super) fn is_synced(&self) -> bool {
-        self.sync == Sync::Done
+    /// Whether it is time to tell the run so; true once.
+    pub(super) fn ends(&mut self) -> bool {
+        let ends = self.is_over() && !self.reported;
+        self.reported |= ends;
+        ends
     }
 }

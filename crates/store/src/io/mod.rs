@@ -32,6 +32,7 @@ pub use faulty::{Fault, Faulty, OpKind};
 pub use injected::{IO_CALLS, Inject, Injection, injected_engine};
 pub use memory::{Image, Memory, memory_engine};
 pub use mmap::mmap_engine;
+pub(crate) use pool::Pool;
 pub use target::{Part, Target};
 
 use crate::StoreError;
@@ -380,7 +381,7 @@ pub(crate) fn write_range(
     }
 }
 
-fn piece_lengths(len: usize) -> Vec<usize> {
+pub(crate) fn piece_lengths(len: usize) -> Vec<usize> {
     (0..len).step_by(CHUNK_BYTES).map(|start| CHUNK_BYTES.min(len - start)).collect()
 }
 

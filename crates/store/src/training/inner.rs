@@ -6,26 +6,30 @@
 
 use std::fmt;
 use std::io;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use model::{Budget, HostBytes, LayerId, Slot};
+use model::{Budget, LayerId, Slot};
 
 use crate::error::{Done, StoreError};
 use crate::hashes::layer_hashes;
-use crate::io::{Access, AfterUse, Guard, Handle, Io, IoDone, IoError, Lock, read_target};
+use crate::io::{Access, Guard, Handle, Io, IoDone, IoError, Lock, Pool};
 use crate::layout::{INDEX_FILE, Layout, STORE_FILE};
 use crate::log::{self, Log};
 use crate::opening::{Broken, Pair, SlotTable};
 use crate::record::State;
-use crate::slots::{PlaneFile, SlotFiles, remake_slot, remove_slot};
+use crate::slots::{SlotFiles, remake_slot, remove_slot};
+use crate::unsaved::Allowance;
 
 pub(crate) struct Inner {
     pub(crate) io: Arc<dyn Io>,
     pub(crate) dir: PathBuf,
     pub(super) budget: Budget,
+    /// For chunks that wait to be saved.
+    pub(super) allowance: Allowance,
+    /// Copy what waits to its readers.
+    pub(super) copiers: Pool,
     pub(crate) layout: Layout,
     pub(super) config_json: String,
     pub(super) slots: RwLock<Vec<Pair>>,
@@ -250,32 +254,6 @@ impl Inner {
         chain.log.next_sequence += 1;
         chain.committing = None;
         self.may_have_idle.store(true, Ordering::Relaxed);
-    }
-
-    /// Reads the values of some parameters from a plane.
-    pub(super) fn read_plane(
-        &self,
-        plane: &PlaneFile,
-        elements: Range<usize>,
-        after: AfterUse,
-        done: Done<HostBytes>,
-    ) {
-        if let Err(error) = self.check_poison() {
-            return done(Err(error));
-        }
-        let (file, range) = (plane.file.id(), plane.range(elements));
-        let len = (range.end - range.start) as usize;
-        match self.io.target(file, range.start, len, &self.budget, after) {
-            Err(error) => done(Err(error)),
-            Ok(target) => {
-                let (io, budget) = (Arc::clone(&self.io), self.budget.clone());
-                let read = move |block: Result<HostBytes, IoError>| {
-                    let keep = |block| io.keeping(file, range.start, block, &budget, after);
-                    done(block.map(keep).map_err(Into::into));
-                };
-                read_target(&*self.io, file, range.start, target, Box::new(read));
-            }
-        }
     }
 
     pub(super) fn assert_inactive(&self, layer: LayerId, slot: Slot) {

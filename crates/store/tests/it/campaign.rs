@@ -398,7 +398,7 @@ fn pending_slot(rig: &Rig) -> Result<(), String> {
     layer.slot = layer.slot.other();
     let slot: Slot = layer.slot;
     layer.hashes = write_layer(&store, LayerId(0), slot, 2).unwrap();
-    blocking(|done| store.sync_slots(vec![(LayerId(0), slot)], done)).unwrap();
+    blocking(|done| store.save_slots(&[(LayerId(0), slot)], done)).unwrap();
     held.hold();
     store.commit(store::RecordKind::Committed, state, Box::new(|_| ()));
     let write = || drop(write_layer(&store, LayerId(0), slot, 3));

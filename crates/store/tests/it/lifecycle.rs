@@ -135,7 +135,7 @@ fn a_slot_of_a_commit_in_flight_is_never_written() {
     let layer = LayerId(3);
     state.layers[3].hashes = write_layer(&store, layer, Slot::B, 1).unwrap();
     state.layers[3].slot = Slot::B;
-    blocking(|done| store.sync_slots(vec![(layer, Slot::B)], done)).unwrap();
+    blocking(|done| store.save_slots(&[(layer, Slot::B)], done)).unwrap();
     held.hold();
     store.commit(RecordKind::Committed, state, Box::new(|_| ()));
     let _ = write_layer(&store, layer, Slot::B, 2);
@@ -171,7 +171,7 @@ fn layer_hashes_see_contents_only() {
         layer.t = 7;
         written.push((id, Slot::B));
     }
-    blocking(|done| store.sync_slots(written, done)).unwrap();
+    blocking(|done| store.save_slots(&written, done)).unwrap();
     blocking(|done| store.commit(RecordKind::Committed, state, done)).unwrap();
     drop(store);
     assert_eq!(hashes(&io), before);

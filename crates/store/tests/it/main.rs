@@ -14,3 +14,4 @@ mod lifecycle;
 mod mutations;
 mod neighbours;
 mod support;
+mod waiting;

@@ -150,7 +150,7 @@ pub(crate) fn train_step(store: &TrainingStore) -> Result<(), StoreError> {
         layer.hashes = write_layer(store, id, layer.slot, step.0)?;
         written.push((id, layer.slot));
     }
-    blocking(|done| store.sync_slots(written, done))?;
+    blocking(|done| store.save_slots(&written, done))?;
     (state.step, state.attempt, state.index) = (step, Attempt(state.attempt.0 + 1), step.0 * 2);
     blocking(|done| store.commit(RecordKind::Committed, state, done))
 }
@@ -166,7 +166,7 @@ pub(crate) fn write_layer(
         let hashes = bytes.hashes();
         blocking(|done| store.write_chunk((layer, slot, chunk), (bytes, hashes), None, done))?;
     }
-    blocking(|done| store.finish_layer(layer, slot, done))
+    blocking(|done| store.finish_layer(layer, slot, false, done))
 }
 
 /// Reads every live slot: hashes must hold and contents be those of `step`.
