@@ -6,6 +6,7 @@ mod bad_input;
 mod bad_models;
 mod bits;
 mod commands;
+mod drives;
 mod fault_points;
 mod full_disk;
 mod guarded;

@@ -235,7 +235,7 @@ impl RunActor {
     ) -> Option<RunEvent> {
         match result {
             Ok(LoadedBatch { room, .. }) if !room.is_enough() => {
-                self.pause(step, room);
+                self.pause(step, &room);
                 None
             }
             Ok(LoadedBatch { batch, next, .. }) => {
@@ -252,7 +252,7 @@ impl RunActor {
     }
 
     /// Looks again after a while; a stop is heard meanwhile.
-    fn pause(&mut self, step: Step, room: Room) {
+    fn pause(&mut self, step: Step, room: &Room) {
         if !std::mem::replace(&mut self.paused, true) {
             let reason = format!("the disk is nearly full: {room}");
             self.args.observer.event(&Event::Paused { step: step.0, reason });

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use model::{LayerTable, ModelConfig, PlaneType, StateLayout, TensorSpec};
 use serde_json::{Map, json};
-use store::{Io, NewStore};
+use store::{Io, NewStore, Spread};
 
 use crate::json::with_dtype;
 use crate::{ConvertError, Dtype, Progress, Report};
@@ -28,12 +28,14 @@ pub struct Destination<'a> {
     pub dir: &'a Path,
     /// How it keeps W, M and V.
     pub layout: StateLayout,
+    /// Drives that layers go to.
+    pub spread: Spread,
 }
 
 impl<'a> Destination<'a> {
     /// In `dir`, everything in float32.
     pub fn new(io: Arc<dyn Io>, dir: &'a Path) -> Destination<'a> {
-        Destination { io, dir, layout: StateLayout::F32 }
+        Destination { io, dir, layout: StateLayout::F32, spread: Spread::default() }
     }
 }
 
@@ -109,7 +111,8 @@ pub(crate) fn write_store(
     })?;
     let defaults = Map::from_iter([("lr".to_string(), json!(checkpoint.learning_rate))]);
     let files = checkpoint.files.clone();
-    let new = NewStore { config_json: &config_json, table, layout: to.layout, files, defaults };
+    let (layout, spread) = (to.layout, to.spread.clone());
+    let new = NewStore { config_json: &config_json, table, layout, files, defaults, spread };
     let mut writer = store::create(Arc::clone(&to.io), to.dir, &new)?;
     let warnings = to.io.disk_warnings(to.dir);
     let total_bytes = table.elements() as u64 * 4;

@@ -37,7 +37,8 @@ pub(crate) enum Command {
     Init(InitArgs),
     /// Make a store from a Hugging Face directory or a GGUF file
     #[command(
-        after_help = "Examples:\n  ftactor import ./SmolLM2-135M --store ./store\n  ftactor import model.gguf --store ./store"
+        after_help = "Examples:\n  ftactor import ./SmolLM2-135M --store ./store\n  ftactor import model.gguf --store ./store\n  \
+        ftactor import ./Llama-8B --store ./store --spread /mnt/second/llama /mnt/third/llama"
     )]
     Import(ImportArgs),
     /// Copy a store into another layout of weights and moments, at the same step of the same run;
@@ -140,6 +141,14 @@ const LAYOUT_HELP: &str = "How weights and Adam moments are kept: f32 (24 bytes 
     split (the same bits, weights as a bfloat16 plane and the rest), split8 (float32 weights, 8-bit \
     moments, 12 bytes), bf16sr8 (bfloat16 weights, rounded stochastically, 8-bit moments, 8 bytes)";
 
+/// Where the layers of a new store go.
+#[derive(Debug, Args)]
+pub(crate) struct SpreadArgs {
+    /// Directories on other drives, new or empty, over which layers are spread as well, by measured rate
+    #[arg(long, value_name = "DIR", num_args = 1..)]
+    pub(crate) spread: Vec<PathBuf>,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {
     /// A Hugging Face config.json; model_type and sizes suffice
@@ -154,6 +163,8 @@ pub(crate) struct InitArgs {
     pub(crate) seed: u64,
     #[arg(long, value_name = "LAYOUT", default_value_t, help = LAYOUT_HELP)]
     pub(crate) layout: StateLayout,
+    #[command(flatten)]
+    pub(crate) spread: SpreadArgs,
 }
 
 #[derive(Debug, Args)]
@@ -165,6 +176,8 @@ pub(crate) struct ImportArgs {
     pub(crate) store: PathBuf,
     #[arg(long, value_name = "LAYOUT", default_value_t, help = LAYOUT_HELP)]
     pub(crate) layout: StateLayout,
+    #[command(flatten)]
+    pub(crate) spread: SpreadArgs,
 }
 
 #[derive(Debug, Args)]
@@ -175,6 +188,8 @@ pub(crate) struct ConvertArgs {
     pub(crate) layout: StateLayout,
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) spread: SpreadArgs,
     #[arg(long)]
     pub(crate) json: bool,
 }

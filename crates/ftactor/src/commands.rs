@@ -14,8 +14,10 @@ use serde_json::json;
 use store::{Damage, ReadingStore, show_bytes};
 
 use crate::cli::{
-    DataArgs, EvalArgs, ExportArgs, ExportDtype, GenerateArgs, ImportArgs, InitArgs, StoreArgs,
+    DataArgs, EvalArgs, ExportArgs, ExportDtype, GenerateArgs, ImportArgs, InitArgs, SpreadArgs,
+    StoreArgs,
 };
+use crate::drives;
 use crate::exit::{self, Refused, refuse};
 use crate::machine;
 use crate::out::{errln, outln};
@@ -38,7 +40,7 @@ pub(crate) fn init(args: &InitArgs) -> anyhow::Result<ExitCode> {
     let config_json = machine::read_text(&args.config)?;
     let (tokenizer, tokenizer_vocab) = init_tokenizer(&args.tokenizer)?;
     let what = Init { config_json: &config_json, tokenizer, tokenizer_vocab, seed: args.seed };
-    let to = destination(&args.store, args.layout);
+    let to = destination(&args.store, args.layout, &args.spread)?;
     let bar = ByteBar::new("initialise");
     let report = convert::init(&what, &to, &mut |done, total| bar.at(done, total))
         .with_context(|| args.config.display().to_string())?;
@@ -73,7 +75,7 @@ fn init_tokenizer(named: &str) -> anyhow::Result<(InitTokenizer, usize)> {
 
 pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     check_tokenizer(&args.source)?;
-    let to = destination(&args.store, args.layout);
+    let to = destination(&args.store, args.layout, &args.spread)?;
     let bar = ByteBar::new("import");
     let mut progress = |done, total| bar.at(done, total);
     let gguf = args.source.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
@@ -87,8 +89,13 @@ pub(crate) fn import(args: &ImportArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn destination(dir: &Path, layout: StateLayout) -> Destination<'_> {
-    Destination { io: machine::engine(u64::MAX), dir, layout }
+fn destination<'d>(
+    dir: &'d Path,
+    layout: StateLayout,
+    spread: &SpreadArgs,
+) -> anyhow::Result<Destination<'d>> {
+    let spread = drives::measured(dir, &spread.spread)?;
+    Ok(Destination { io: machine::engine(u64::MAX), dir, layout, spread })
 }
 
 /// Refuses a model directory whose tokenizer training could not load; what is missing is for the

@@ -5,6 +5,7 @@ mod cli;
 mod commands;
 mod corpus;
 mod demo;
+mod drives;
 mod effective;
 mod exit;
 mod history;

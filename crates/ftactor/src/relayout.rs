@@ -10,6 +10,7 @@ use serde_json::json;
 use store::{NewStore, ReadingStore, show_bytes};
 
 use crate::cli::ConvertArgs;
+use crate::drives;
 use crate::exit::refuse;
 use crate::machine;
 use crate::out::{errln, outln};
@@ -31,6 +32,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> anyhow::Result<ExitCode> {
         layout: args.layout,
         files: store.model_files()?,
         defaults: store.defaults().clone(),
+        spread: drives::measured(&args.out, &args.spread.spread)?,
     };
     let run = store.read_run()?;
     let mut writer = store::create(machine::engine(u64::MAX), &args.out, &new)?;

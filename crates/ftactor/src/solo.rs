@@ -258,9 +258,11 @@ fn metrics(session: &Session) -> Metrics {
     let state = session.store.state();
     metrics.run_opened(state.step.0, state.tokens_total);
     metrics.ram_budget(session.budget.total_bytes() as u64);
-    let device = BlockDevice::behind(session.store.dir());
-    if let Err(why) = device.and_then(|device| metrics.watch_device(device)) {
-        tracing::info!(%why, "no block-device metrics");
+    for drive in session.store.drives() {
+        let device = BlockDevice::behind(drive);
+        if let Err(why) = device.and_then(|device| metrics.watch_device(device)) {
+            tracing::info!(%why, drive = %drive.display(), "no block-device metrics");
+        }
     }
     metrics
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use model::{Budget, LayerId, LayerTable, ModelConfig, PLANES, Slot, StateLayout};
 use serde_json::{Map, Value, json};
 use store::{
-    Io, NewStore, StateChunk, StoreError, TrainingStore, blocking, create, direct_engine,
+    Io, NewStore, Spread, StateChunk, StoreError, TrainingStore, blocking, create, direct_engine,
     mmap_engine,
 };
 
@@ -84,7 +84,14 @@ fn make_store(dir: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let table = LayerTable::new(&ModelConfig::from_json(CONFIG)?);
     let layout = StateLayout::F32;
     let (files, defaults) = (Vec::new(), Map::new());
-    let new = NewStore { config_json: CONFIG, table: &table, layout, files, defaults };
+    let new = NewStore {
+        config_json: CONFIG,
+        table: &table,
+        layout,
+        files,
+        defaults,
+        spread: Spread::default(),
+    };
     let mut writer = create(direct_engine(16), dir, &new)?;
     for layer in table.layers() {
         let piece: Vec<f32> = (0..1 << 20).map(|i| i as f32 * 1e-7).collect();

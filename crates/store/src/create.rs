@@ -6,6 +6,7 @@
 //! - until the first log has its name the directory is an unfinished store, which every other
 //!   call refuses; a failed creation removes what it made.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::hash::Hasher;
 use std::io::ErrorKind;
@@ -22,6 +23,7 @@ use twox_hash::XxHash3_64;
 
 use crate::StoreError;
 use crate::chunk::StateChunk;
+use crate::drives::Spread;
 use crate::files;
 use crate::hashes::{self, ChunkHashes, chunk_count, hash, layer_hashes};
 use crate::io::{Access, Io, IoError, Lock, LockKind, Op, fan_in, wait};
@@ -47,6 +49,8 @@ pub struct NewStore<'a> {
     pub files: Vec<(String, Vec<u8>)>,
     /// Options a run starts with unless told otherwise; opaque to the store.
     pub defaults: Map<String, Value>,
+    /// Drives that layers go to.
+    pub spread: Spread,
 }
 
 /// Room for the small files and the first logs.
@@ -62,17 +66,22 @@ pub fn create(io: Arc<dyn Io>, dir: &Path, new: &NewStore<'_>) -> Result<StoreWr
     let layout = Layout::new(new.table, new.layout, new.config_json, new.defaults.clone())?;
     check_names(new)?;
     check_empty(&*io, dir)?;
+    for (other, _) in &new.spread.others {
+        check_empty(&*io, other)?;
+    }
     let mut writer = StoreWriter {
         io,
         dir: dir.to_owned(),
         layout,
         layers: Vec::new(),
         created: Vec::new(),
+        away: BTreeSet::new(),
         lock: None,
         finished: false,
     };
-    writer.create_dirs()?;
-    writer.check_space(new)?;
+    writer.create_home()?;
+    let places = writer.places(new)?;
+    writer.create_dirs(&new.spread, &places)?;
     writer.create_files(new)?;
     Ok(writer)
 }
@@ -85,6 +94,8 @@ pub struct StoreWriter {
     layers: Vec<LayerWriter>,
     /// Files and directories made so far, oldest first.
     created: Vec<(PathBuf, Made)>,
+    /// Directories on other drives that got layers.
+    away: BTreeSet<PathBuf>,
     lock: Option<Lock>,
     finished: bool,
 }
@@ -178,28 +189,72 @@ impl StoreWriter {
         Ok(())
     }
 
-    fn create_dirs(&mut self) -> Result<(), StoreError> {
-        let dirs = dirs(&self.layout.table);
-        for relative in dirs {
-            let dir = self.dir.join(relative);
-            // Everything above the store's own directory stays, whatever happens.
-            if !self.io.exists(&dir)? {
-                self.created.push((dir.clone(), Made::Dir));
+    fn create_home(&mut self) -> Result<(), StoreError> {
+        self.create_dir(&self.dir.clone())
+    }
+
+    fn create_dir(&mut self, dir: &Path) -> Result<(), StoreError> {
+        // Everything above the store's own directory stays, whatever happens.
+        if !self.io.exists(dir)? {
+            self.created.push((dir.to_owned(), Made::Dir));
+        }
+        Ok(self.io.create_dir(dir)?)
+    }
+
+    /// The directories, and links to those of layers that are away.
+    fn create_dirs(&mut self, spread: &Spread, places: &[usize]) -> Result<(), StoreError> {
+        let layers = self.dir.join(LAYERS_DIR);
+        for name in [COMMIT_DIR, SCRATCH_DIR, TOKENS_DIR, LAYERS_DIR] {
+            self.create_dir(&self.dir.join(name))?;
+        }
+        for (layer, &place) in self.layout.table.clone().layers().iter().zip(places) {
+            let home = layers.join(&layer.name);
+            match place.checked_sub(1).map(|other| &spread.others[other].0) {
+                None => self.create_dir(&home)?,
+                Some(other) => {
+                    self.create_dir(other)?;
+                    let away = other.join(&layer.name);
+                    self.create_dir(&away)?;
+                    self.io.symlink(&away, &home)?;
+                    self.created.push((home.clone(), Made::File));
+                    self.away.insert(other.clone());
+                }
             }
-            self.io.create_dir(&dir)?;
+            for slot in [Slot::A, Slot::B] {
+                self.create_dir(&self.dir.join(slot_path(layer, slot)))?;
+            }
         }
         Ok(())
     }
 
-    fn check_space(&self, new: &NewStore<'_>) -> Result<(), StoreError> {
-        let slots: u64 = new.table.layers().iter().map(|layer| slot_bytes(new.layout, layer)).sum();
+    /// Where each layer goes, if there is room for all.
+    fn places(&mut self, new: &NewStore<'_>) -> Result<Vec<usize>, StoreError> {
+        let slots: Vec<u64> =
+            new.table.layers().iter().map(|layer| 2 * slot_bytes(new.layout, layer)).collect();
         let files: u64 = new.files.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let needed = 2 * slots + files + SMALL_FILES_BYTES;
-        let available = self.io.free_bytes(&self.dir)?;
-        if available < needed {
-            return Err(StoreError::NoSpace { path: self.dir.clone(), needed, available });
+        let small = files + SMALL_FILES_BYTES;
+        let (mut drives, mut free) = (Vec::new(), Vec::new());
+        let others = new.spread.others.iter().map(|(other, _)| other.clone());
+        for dir in [self.dir.clone()].into_iter().chain(others) {
+            self.create_dir(&dir)?;
+            drives.push(self.io.drive(&dir)?);
+            free.push(self.io.free_bytes(&dir)?);
         }
-        Ok(())
+        let available: u64 = free[0];
+        for (at, free) in free.iter_mut().enumerate() {
+            *free = if drives[at] == drives[0] { free.saturating_sub(small) } else { *free };
+        }
+        let all = small + slots.iter().sum::<u64>();
+        let needed = |lacking: u64| match new.spread.others.len() {
+            0 => all,
+            _ => available + lacking,
+        };
+        let path = self.dir.clone();
+        let refuse = |lacking| StoreError::NoSpace { path, needed: needed(lacking), available };
+        if available < small {
+            return Err(refuse(small - available));
+        }
+        new.spread.places(&slots, &drives, &free).map_err(refuse)
     }
 
     fn create_files(&mut self, new: &NewStore<'_>) -> Result<(), StoreError> {
@@ -246,8 +301,11 @@ impl StoreWriter {
         for relative in dirs(&self.layout.table).iter().rev() {
             self.io.sync_dir(&self.dir.join(relative))?;
         }
-        if let Some(parent) = self.dir.parent().filter(|p| !p.as_os_str().is_empty()) {
-            self.io.sync_dir(parent)?;
+        self.away.iter().try_for_each(|dir| self.io.sync_dir(dir))?;
+        for dir in self.away.iter().chain([&self.dir]) {
+            if let Some(parent) = dir.parent().filter(|p| !p.as_os_str().is_empty()) {
+                self.io.sync_dir(parent)?;
+            }
         }
         Ok(())
     }

@@ -14,6 +14,7 @@
 
 mod chunk;
 mod create;
+mod drives;
 mod error;
 mod files;
 mod hashes;
@@ -36,6 +37,7 @@ mod unsaved;
 
 pub use chunk::{ChunkHasher, StateChunk};
 pub use create::{NewStore, StoreWriter, create};
+pub use drives::Spread;
 pub use error::{Done, StoreError, blocking, show_bytes};
 pub use hashes::{ChunkHashes, LayerHashes, hash};
 pub use io::{

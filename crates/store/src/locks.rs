@@ -63,15 +63,14 @@ impl TrainingStore {
     /// # Errors
     /// `NoSpace` with the bytes of all these slots.
     pub(crate) fn check_room_for(&self, slots: &[(LayerId, Slot)]) -> Result<(), StoreError> {
-        let needed = slots
-            .iter()
-            .map(|(layer, _)| slot_bytes(self.layout(), self.table().layer(*layer)))
-            .sum();
-        let available = self.inner.io.free_bytes(self.dir())?;
-        if available < needed {
-            return Err(StoreError::NoSpace { path: self.dir().to_owned(), needed, available });
+        let bytes = |layer: LayerId| slot_bytes(self.layout(), self.table().layer(layer));
+        let needed: Vec<_> = slots.iter().map(|(l, _)| (l.index(), bytes(*l))).collect();
+        let room = self.inner.drives.room(&*self.inner.io, &needed, 0)?;
+        if room.is_enough() {
+            return Ok(());
         }
-        Ok(())
+        let Room { path, needed, available } = room;
+        Err(StoreError::NoSpace { path, needed, available })
     }
 
     /// Gives inactive slots fresh files.
@@ -185,13 +184,18 @@ impl TrainingStore {
 impl Room {
     /// Whether a step may begin.
     pub fn is_enough(&self) -> bool {
-        self.available >= self.needed
+        self.lacking() == 0
+    }
+
+    pub(crate) fn lacking(&self) -> u64 {
+        self.needed.saturating_sub(self.available)
     }
 }
 
 impl std::fmt::Display for Room {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (needed, available) = (show_bytes(self.needed), show_bytes(self.available));
-        write!(f, "{needed} needed, {available} available")
+        let path = self.path.display();
+        write!(f, "{needed} needed, {available} available at {path}")
     }
 }

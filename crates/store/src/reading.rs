@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::StoreError;
 use crate::chunk::StateChunk;
+use crate::drives::Drives;
 use crate::files;
 use crate::hashes::{ChunkHashes, LayerHashes, chunk_count, hash};
 use crate::io::{Access, Io, Lock, LockKind};
@@ -92,6 +93,7 @@ impl ReadingStore {
     ) -> Result<ReadingStore, StoreError> {
         let lock = recovery::lock(&*io, dir, LockKind::Shared, lock_wait)?;
         let found = recovery::recover(&*io, dir)?;
+        Drives::find(&*io, dir, &found.layout.table)?;
         let layout = found.layout.state();
         let live = found.layout.table.layers().iter().zip(&found.state.layers);
         let slots = live

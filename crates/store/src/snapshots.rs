@@ -4,6 +4,8 @@
 //! - a snapshot is there once its `record` has its name, which comes last; a directory with the mark
 //!   instead is one that is being made or removed, and the next opening for training removes it;
 //! - what has neither, and all that a symbolic link leads to, is somebody else's and stays;
+//! - what it keeps of a layer on another drive is in the layer's directory there, and in its own a
+//!   symbolic link to that;
 //! - nothing is copied: a file that a snapshot has a name for is replaced, not written, when its slot
 //!   is the next to be written;
 //! - the directory is a Hugging Face checkpoint of its own.
@@ -15,10 +17,11 @@ use std::sync::Arc;
 use model::{LayerSpec, LayerTable, Plane, StateLayout};
 
 use crate::StoreError;
+use crate::drives::is_away;
 use crate::files;
 use crate::io::{Access, Io, IoError};
 use crate::layout::{
-    CONFIG_FILE, INDEX_FILE, RESERVED, RUN_FILE, SNAPSHOTS_DIR, STORE_FILE, plane_file,
+    CONFIG_FILE, INDEX_FILE, LAYERS_DIR, RESERVED, RUN_FILE, SNAPSHOTS_DIR, STORE_FILE, plane_file,
 };
 use crate::reading::index;
 use crate::record::{self, RecordKind, State};
@@ -36,7 +39,8 @@ pub const PREVIOUS: &str = "previous";
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     pub name: String,
-    pub(crate) dir: PathBuf,
+    /// By layer: the directory of the files, and what their names begin with.
+    places: Vec<(PathBuf, String)>,
     layout: StateLayout,
     /// What was true when it was taken.
     pub state: State,
@@ -45,7 +49,8 @@ pub struct Snapshot {
 impl Snapshot {
     /// Path of a file of a layer by its name in a slot.
     pub(crate) fn path(&self, layer: &LayerSpec, name: &str) -> PathBuf {
-        self.dir.join(file_name(layer, name))
+        let (dir, prefix) = &self.places[layer.id.index()];
+        dir.join(format!("{prefix}{name}"))
     }
 
     /// Whether the snapshot's files of a layer are those whose paths `path` gives. Equal contents do
@@ -75,7 +80,16 @@ impl Snapshot {
 }
 
 fn file_name(layer: &LayerSpec, name: &str) -> String {
-    format!("{}.{name}", layer.name)
+    format!("{}{name}", prefix(layer))
+}
+
+fn prefix(layer: &LayerSpec) -> String {
+    format!("{}.", layer.name)
+}
+
+/// Where a layer's files are kept that is on another drive, below the store's directory.
+fn away_dir(layer: &str, snapshot: &str) -> PathBuf {
+    Path::new(LAYERS_DIR).join(layer).join(SNAPSHOTS_DIR).join(snapshot)
 }
 
 impl TrainingStore {
@@ -138,8 +152,19 @@ impl TrainingStore {
         for (spec, layer) in self.table().layers().iter().zip(&state.layers) {
             let Some(files) = self.inner.files_if_any(spec.id, layer.slot) else { continue };
             let paths = files.planes.iter().map(|plane| &plane.path).chain([&files.hashes_path]);
+            let away = self.away_dir(spec, dir)?;
             for (path, name) in paths.zip(slot_files(files.layout)) {
-                io.link(path, &dir.join(file_name(spec, &name)))?;
+                let here = dir.join(file_name(spec, &name));
+                let Some(away) = &away else {
+                    io.link(path, &here)?;
+                    continue;
+                };
+                io.link(path, &self.dir().join(away).join(&name))?;
+                io.symlink(&Path::new("../..").join(away).join(&name), &here)?;
+            }
+            if let Some(away) = &away {
+                let away = self.dir().join(away);
+                away.ancestors().take(3).try_for_each(|dir| io.sync_dir(dir))?;
             }
         }
         for name in own_files(io, self.dir())? {
@@ -150,6 +175,16 @@ impl TrainingStore {
             &dir.join(INDEX_FILE),
             index(self.layout(), self.table(), in_snapshot).as_bytes(),
         )?)
+    }
+
+    /// The directory that a layer's files go to if it is on another drive, made.
+    fn away_dir(&self, layer: &LayerSpec, dir: &Path) -> Result<Option<PathBuf>, StoreError> {
+        let Some(name) = dir.file_name().filter(|_| self.inner.drives.is_away(layer.id)) else {
+            return Ok(None);
+        };
+        let away = away_dir(&layer.name, &name.to_string_lossy());
+        self.inner.io.create_dir(&self.dir().join(&away))?;
+        Ok(Some(away))
     }
 
     /// Everything else is durable before the record has its name, and that before anybody is told.
@@ -278,7 +313,14 @@ pub(crate) fn read(
     if state.layers.len() != table.len() {
         return Err(damaged("it belongs to another model"));
     }
-    Ok(Some(Snapshot { name: name.to_owned(), dir, layout, state }))
+    let mut places = Vec::with_capacity(table.len());
+    for layer in table.layers() {
+        places.push(match is_away(io, store, &layer.name)? {
+            true => (store.join(away_dir(&layer.name, name)), String::new()),
+            false => (dir.clone(), prefix(layer)),
+        });
+    }
+    Ok(Some(Snapshot { name: name.to_owned(), places, layout, state }))
 }
 
 /// Removes snapshots that were never finished, or never removed to the end.
@@ -320,6 +362,7 @@ fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
         let _ = files::replace(io, &dir.join(MARK), &[]);
     }
     files::remove_if_there(io, &dir.join(RECORD_FILE))?;
+    remove_away(io, dir)?;
     files::remove_ours(io, dir, |name| name != MARK)?;
     files::remove_if_there(io, &dir.join(MARK))?;
     match io.remove_dir(dir) {
@@ -327,4 +370,24 @@ fn remove(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
         Err(error) if error.source.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
         removed => Ok(removed?),
     }
+}
+
+/// Removes what the snapshot in `dir` keeps on other drives.
+fn remove_away(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
+    let store = dir.parent().and_then(Path::parent);
+    let Some((store, name)) = store.zip(dir.file_name()) else { return Ok(()) };
+    for layer in io.list(&store.join(LAYERS_DIR))? {
+        if !is_away(io, store, &layer)? {
+            continue;
+        }
+        let away = store.join(away_dir(&layer, &name.to_string_lossy()));
+        if io.exists(&away)? {
+            files::remove_ours(io, &away, |_| true)?;
+            match io.remove_dir(&away) {
+                Err(error) if error.source.kind() == ErrorKind::DirectoryNotEmpty => {}
+                removed => removed?,
+            }
+        }
+    }
+    Ok(())
 }

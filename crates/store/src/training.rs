@@ -8,7 +8,7 @@
 //! - no lock that a [`Done`] takes is held while an operation is submitted or a [`Done`] runs.
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
@@ -25,6 +25,7 @@ mod planes;
 use inner::{Chain, Inner};
 
 use crate::chunk::{StateChunk, gather};
+use crate::drives::Drives;
 use crate::error::{Done, StoreError, blocking};
 use crate::files;
 use crate::hashes::{self, ChunkHashes, LayerHashes, layer_hashes};
@@ -87,6 +88,10 @@ impl TrainingStore {
         let found = recovery::recover(&*io, dir)?;
         let mut recovery = found.recovery;
         let table = &found.layout.table;
+        let drives = Drives::find(&*io, dir, table)?;
+        for other in &drives.paths()[1..] {
+            recovery.warnings.extend(io.disk_warnings(other));
+        }
         let mut open = open_slots(&io, dir, &found.layout, &found.state, on_damage)?;
         if recovery.cut.is_some() && !io.is_off(Guard::LiveBehindTear) {
             check_live(&*io, table, &mut open, &found.state, on_damage)?;
@@ -101,6 +106,7 @@ impl TrainingStore {
             home,
             io,
             dir: dir.to_owned(),
+            drives,
             budget,
             allowance: Allowance::default(),
             copiers: Pool::new("store-wait", COPIERS),
@@ -439,15 +445,20 @@ impl TrainingStore {
     pub fn room(&self) -> Result<Room, StoreError> {
         let inner = &self.inner;
         inner.check_place()?;
-        let mut needed = RESERVE_BYTES;
+        let mut needed = Vec::new();
         for (spec, layer) in self.table().layers().iter().zip(&self.state().layers) {
             for slot in [Slot::A, Slot::B] {
                 if !layer.locked && !inner.is_own(spec.id, slot)? {
-                    needed += slot_bytes(self.layout(), spec);
+                    needed.push((spec.id.index(), slot_bytes(self.layout(), spec)));
                 }
             }
         }
-        Ok(Room { needed, available: inner.io.free_bytes(&inner.dir)? })
+        inner.drives.room(&*inner.io, &needed, RESERVE_BYTES)
+    }
+
+    /// A directory on each drive that the store is on, its own first.
+    pub fn drives(&self) -> &[PathBuf] {
+        self.inner.drives.paths()
     }
 
     /// Fails with the cause if the store is poisoned.
@@ -524,9 +535,11 @@ const COPIERS: usize = 2;
 /// Bytes that the log and small files may take between two looks at the disk.
 const RESERVE_BYTES: u64 = 16 << 20;
 
-/// Bytes that are needed and those that are there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Bytes that are needed on a drive and those that are there.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Room {
+    /// A directory on it.
+    pub path: PathBuf,
     pub needed: u64,
     pub available: u64,
 }

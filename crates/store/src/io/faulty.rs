@@ -330,6 +330,15 @@ impl Io for Faulty {
         self.inner.is_link(path)
     }
 
+    fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError> {
+        self.alive("make the symbolic link", path)?;
+        self.inner.symlink(target, path)
+    }
+
+    fn drive(&self, path: &Path) -> Result<u64, IoError> {
+        self.inner.drive(path)
+    }
+
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
         self.alive("compare the names of", one)?;
         self.inner.is_same(one, other)

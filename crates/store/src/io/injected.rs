@@ -18,9 +18,10 @@ use super::{
 use crate::StoreError;
 
 /// Names under which an injected engine asks.
-pub const IO_CALLS: [&str; 20] = [
+pub const IO_CALLS: [&str; 22] = [
     "create",
     "create_dir",
+    "drive",
     "exists",
     "free_bytes",
     "is_at",
@@ -36,6 +37,7 @@ pub const IO_CALLS: [&str; 20] = [
     "read",
     "remove_dir",
     "rename",
+    "symlink",
     "sync",
     "unlink",
     "write",
@@ -195,6 +197,16 @@ impl Io for Injected {
     fn is_link(&self, path: &Path) -> Result<bool, IoError> {
         self.pass("is_link", path)?;
         self.inner.is_link(path)
+    }
+
+    fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError> {
+        self.pass("symlink", path)?;
+        self.inner.symlink(target, path)
+    }
+
+    fn drive(&self, path: &Path) -> Result<u64, IoError> {
+        self.pass("drive", path)?;
+        self.inner.drive(path)
     }
 
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {

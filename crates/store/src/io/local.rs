@@ -192,6 +192,14 @@ impl<T: Transfer> Io for Local<T> {
         Ok(data.map_err(|e| IoError::new("look at", path, e))?.is_symlink())
     }
 
+    fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError> {
+        os::symlink(target, path).map_err(|e| IoError::new("make the symbolic link", path, e))
+    }
+
+    fn drive(&self, path: &Path) -> Result<u64, IoError> {
+        os::drive(path).map_err(|e| IoError::new("look for the drive of", path, e))
+    }
+
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
         match os::is_same(one, other) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),

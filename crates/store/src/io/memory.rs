@@ -212,6 +212,14 @@ impl Io for Memory {
         Ok(false)
     }
 
+    fn symlink(&self, _target: &Path, path: &Path) -> Result<(), IoError> {
+        Err(IoError::new("make the symbolic link", path, io::ErrorKind::Unsupported.into()))
+    }
+
+    fn drive(&self, _path: &Path) -> Result<u64, IoError> {
+        Ok(0)
+    }
+
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
         let disk = self.disk();
         let nodes = disk.names.get(one).zip(disk.names.get(other));

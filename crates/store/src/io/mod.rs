@@ -188,6 +188,10 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     fn exists(&self, path: &Path) -> Result<bool, IoError>;
     /// Whether `path` itself is a symbolic link.
     fn is_link(&self, path: &Path) -> Result<bool, IoError>;
+    /// Makes `path` a symbolic link to `target`.
+    fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError>;
+    /// A number that tells file systems apart: of the one that `path` leads to.
+    fn drive(&self, path: &Path) -> Result<u64, IoError>;
     /// Whether two names are of one file; no if either is missing.
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError>;
     /// Whether an open file still has this name: no if it was moved, removed or replaced.

@@ -409,6 +409,32 @@ pub(crate) fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
+/// Makes `path` a symbolic link to the directory `target`.
+pub(crate) fn symlink(target: &Path, path: &Path) -> io::Result<()> {
+    #[cfg(unix)]
+    return std::os::unix::fs::symlink(target, path);
+    #[cfg(not(unix))]
+    {
+        let _ = (target, path);
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+/// The number of the file system that `path` leads to; where the system does not tell, all are one.
+pub(crate) fn drive(path: &Path) -> io::Result<u64> {
+    let data = std::fs::metadata(path)?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        Ok(data.dev())
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = data;
+        Ok(0)
+    }
+}
+
 /// Whether two names are of one file. Where the system does not tell, they count as two.
 pub(crate) fn is_same(one: &Path, other: &Path) -> io::Result<bool> {
     let (one, other) = (std::fs::metadata(one)?, std::fs::metadata(other)?);

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use model::{Budget, LayerId, Slot};
 
+use crate::drives::Drives;
 use crate::error::{Done, StoreError};
 use crate::hashes::layer_hashes;
 use crate::io::{Access, Guard, Handle, Io, IoDone, IoError, Lock, Pool};
@@ -25,6 +26,8 @@ use crate::unsaved::Allowance;
 pub(crate) struct Inner {
     pub(crate) io: Arc<dyn Io>,
     pub(crate) dir: PathBuf,
+    /// Where the layers are.
+    pub(crate) drives: Drives,
     pub(super) budget: Budget,
     /// For chunks that wait to be saved.
     pub(super) allowance: Allowance,

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use model::{Budget, LayerId, Plane, Precision, Slot, StateLayout};
 use store::{
-    Image, Io, Memory, NewStore, ReadingStore, RecordKind, StoreError, TrainingStore, blocking,
-    create, direct_engine, memory_engine, mmap_engine,
+    Image, Io, Memory, NewStore, ReadingStore, RecordKind, Spread, StoreError, TrainingStore,
+    blocking, create, direct_engine, memory_engine, mmap_engine,
 };
 
 use crate::support::{
@@ -309,6 +309,7 @@ fn a_dropped_writer_removes_what_it_made() {
         layout: StateLayout::F32,
         files: vec![],
         defaults: Default::default(),
+        spread: Spread::default(),
     };
     let io = mmap_engine(1, true);
     let mut writer = create(Arc::clone(&io), &target, &new).unwrap();
@@ -324,7 +325,14 @@ fn bad_file_names_are_refused() {
     for name in ["../x", "store.json", "a/b", "", ".", "/etc/x"] {
         let files = vec![(name.to_owned(), vec![])];
         let (layout, defaults) = (StateLayout::F32, Default::default());
-        let new = NewStore { config_json: CONFIG, table: &table, layout, files, defaults };
+        let new = NewStore {
+            config_json: CONFIG,
+            table: &table,
+            layout,
+            files,
+            defaults,
+            spread: Spread::default(),
+        };
         let made = create(memory_engine(), Path::new(DIR), &new);
         assert!(matches!(made, Err(StoreError::Invalid(_))), "{name}");
     }

@@ -12,8 +12,8 @@ use model::{
 };
 use store::{
     Access, AfterUse, FileId, Guard, Image, Io, IoCounters, IoDone, IoError, Lock, LockKind,
-    Memory, NewStore, Op, ReadingStore, RecordKind, Recovery, StateChunk, StoreError, Target,
-    TrainingStore, blocking, create,
+    Memory, NewStore, Op, ReadingStore, RecordKind, Recovery, Spread, StateChunk, StoreError,
+    Target, TrainingStore, blocking, create,
 };
 
 pub(crate) const DIR: &str = "/disk/store";
@@ -58,7 +58,14 @@ pub(crate) fn create_store_in(
     let table = table_of(config);
     let files = vec![("tokenizer.json".to_owned(), b"{}".to_vec())];
     let defaults = serde_json_map();
-    let new = NewStore { config_json: config, table: &table, layout, files, defaults };
+    let new = NewStore {
+        config_json: config,
+        table: &table,
+        layout,
+        files,
+        defaults,
+        spread: Spread::default(),
+    };
     let mut writer = create(Arc::clone(io), dir, &new)?;
     for layer in table.layers() {
         let values: Vec<f32> =
@@ -257,6 +264,14 @@ impl Io for HeldSyncs {
 
     fn is_link(&self, path: &Path) -> Result<bool, IoError> {
         self.inner.is_link(path)
+    }
+
+    fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError> {
+        self.inner.symlink(target, path)
+    }
+
+    fn drive(&self, path: &Path) -> Result<u64, IoError> {
+        self.inner.drive(path)
     }
 
     fn is_same(&self, one: &Path, other: &Path) -> Result<bool, IoError> {
