@@ -13,5 +13,6 @@ mod layouts;
 mod lifecycle;
 mod mutations;
 mod neighbours;
+mod spread;
 mod support;
 mod waiting;
