@@ -83,7 +83,7 @@ fn configure(
     let (dtype, layout) = (ComputeDtype::F32, store.layout());
     let workspace = |tiling| compute::workspace(&config, dtype, layout, micro, tiling);
     let ram_bytes = budget.total_bytes();
-    let limits = Limits::new(store.table(), layout, shape, workspace, Wait::Model, ram_bytes)?;
+    let limits = Limits::new(store.table(), layout, shape, workspace, Wait::Model, 1, ram_bytes)?;
     let order = Order { seed: 0, rows: rows.rows(), shuffle: true };
     let threads = Arc::new(ThreadPoolBuilder::new().build()?);
     let (device_budget, device_threads) = (budget.clone(), Arc::clone(&threads));

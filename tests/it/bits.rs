@@ -192,6 +192,69 @@ fn layers_in_blocks_and_heads_in_tiles_give_the_bits_of_whole_layers() {
 }
 
 /// The number that follows `words` in `text`.
+#[test]
+fn how_many_inputs_are_kept_changes_no_bits() {
+    for (model, micro) in [
+        (Tiny { family: "llama", tied: true, layers: 7, hidden: 16 }, "1"),
+        (Tiny { family: "qwen3", tied: false, layers: 6, hidden: 16 }, "2"),
+    ] {
+        let lab = Lab::new();
+        let text = lab.text("text.txt", 60);
+        let micro = ["--micro-rows", micro];
+        // Whole layers, blocks of them, and what the least memory takes to the disk.
+        let least = |interval: &str| {
+            let store = lab.store(&format!("probe{interval}"), model, 3);
+            let more = ["--ram", "64K", "--recompute-interval", interval, "--data", &text];
+            let refused = train(&store, &[&STEPS[..], &micro, &more].concat()).expect(4);
+            number_after(&refused.stderr, "needs at least ").to_string()
+        };
+        let (two, three) = (least("2"), least("3"));
+        let ways: &[&[&str]] = &[
+            &[],
+            &["--recompute-interval", "2"],
+            &["--recompute-interval", "2", "--ram", &two],
+            &["--recompute-interval", "3", "--ram", &three, "--io", "direct"],
+            &["--recompute-interval", "3", "--update", "speculative", "--io", "direct"],
+            &["--recompute-interval", "100", "--commit-every", "2"],
+        ];
+        same_bits(model, 50, &micro, ways);
+        // With a locked prefix groups begin higher up.
+        let mut want = None;
+        for (at, way) in ways.iter().enumerate() {
+            let store = lab.store(&format!("locked{at}"), model, 51);
+            let locks = ["--lock", "embed,0-1", "--data", &text];
+            train(&store, &[&STEPS[..], &micro, &locks, way].concat()).expect(0);
+            let end = state(&store);
+            assert_eq!(want.get_or_insert(end.clone()), &end, "{way:?}");
+        }
+    }
+}
+
+/// Each pays for something else first: inputs, chunks, tiles, inner activations, logits, state.
+#[test]
+fn every_budget_between_the_least_and_plenty_suffices() {
+    let model = Tiny { family: "llama", tied: true, layers: 6, hidden: 16 };
+    let lab = Lab::new();
+    let text = lab.text("text.txt", 60);
+    let run = [&STEPS[..], &["--micro-rows", "4", "--data", &text]].concat();
+    let mut want = None;
+    for interval in ["1", "2"] {
+        let store = lab.store(&format!("probe{interval}"), model, 3);
+        let how = ["--recompute-interval", interval, "--io", "direct"];
+        let refused = train(&store, &[&run[..], &how, &["--ram", "1K"]].concat()).expect(4);
+        let mut ram = number_after(&refused.stderr, "needs at least ");
+        for at in 0..8 {
+            let store = lab.store(&format!("store{interval}-{at}"), model, 3);
+            let budget = ["--ram", &ram.to_string()];
+            let ran = train(&store, &[&run[..], &how, &budget].concat()).expect(0);
+            assert!(!ran.stderr.contains("tried again"), "{ram}: {}", ran.stderr);
+            let end = state(&store);
+            assert_eq!(want.get_or_insert(end.clone()), &end, "{ram}");
+            ram += ram / 4;
+        }
+    }
+}
+
 pub(crate) fn number_after(text: &str, words: &str) -> u64 {
     let at = text.find(words).unwrap_or_else(|| panic!("no `{words}` in {text}")) + words.len();
     let digits: String = text[at..].chars().take_while(char::is_ascii_digit).collect();

@@ -33,6 +33,7 @@ pub(crate) struct Ask {
     pub(crate) clip: Clip,
     pub(crate) last_step: u64,
     pub(crate) commit_every: u64,
+    pub(crate) interval: usize,
     pub(crate) guard: Guard,
     pub(crate) auto_lock: Option<AutoLock>,
     /// The smallest memory that does.
@@ -48,6 +49,7 @@ impl Default for Ask {
             clip: Clip::None,
             last_step: LAST_STEP,
             commit_every: 1,
+            interval: 1,
             guard: Guard::default(),
             auto_lock: None,
             tight: false,
@@ -219,7 +221,7 @@ impl Rig {
             let (dtype, layout) = (ComputeDtype::F32, store.layout());
             let workspace = |tiling| compute::workspace(&config, dtype, layout, micro, tiling);
             let wait = ask.updates.wait(ask.clip.fused_wait());
-            Limits::new(store.table(), layout, SHAPE, workspace, wait, ram_bytes)
+            Limits::new(store.table(), layout, SHAPE, workspace, wait, ask.interval, ram_bytes)
         };
         let limits = match limits(0) {
             Err(BudgetError::TooSmall { needed_bytes, .. }) if ask.tight => {

@@ -63,6 +63,10 @@ pub(crate) struct Setup {
     pub(crate) weight_buffers: usize,
     /// The smallest budget: inputs are parked, deferred gradients spilled.
     pub(crate) tight: bool,
+    /// Layers from one kept input to the next.
+    pub(crate) interval: usize,
+    /// Inner activations that have room.
+    pub(crate) kept: usize,
     pub(crate) steps: u64,
     pub(crate) costs: Costs,
     /// Chance in a million that an operation fails.
@@ -143,6 +147,10 @@ struct Process {
     /// Pieces of layers that are being written, and what the layer will have become.
     writing: BTreeMap<(Attempt, LayerId), (usize, u64)>,
     attempts: BTreeMap<Attempt, Begun>,
+    /// Inputs of stages that are in memory.
+    inputs: BTreeSet<(Stage, Micro)>,
+    /// Inner activations that the device keeps.
+    kept: BTreeSet<(Stage, Micro)>,
     /// Weights that the device has or gets.
     bound: BTreeMap<(Attempt, VisitId), (LayerId, Range<usize>)>,
     /// What has been written over in a version that its own step still reads.
@@ -157,6 +165,8 @@ struct Process {
 pub(crate) struct World {
     setup: Setup,
     table: LayerTable,
+    /// Inputs that have room.
+    boundaries: usize,
     process: Process,
     disk: Disk,
     now: Time,
@@ -183,7 +193,16 @@ pub(crate) fn table(layers: usize, tied: bool) -> LayerTable {
 
 fn limits(setup: &Setup, table: &LayerTable) -> Limits {
     let (layers, stages) = (table.len(), table.stages(setup.tiling));
-    let parks = |stage: usize| setup.tight && (1..stages - 1).contains(&stage);
+    let group = match (setup.interval, setup.tiling) {
+        (1, _) => 1,
+        (interval, Tiling::Whole) => interval,
+        (interval, Tiling::Blocks) => 2 * interval,
+    };
+    // All of the uppermost group stay where groups are made again.
+    let decoder = stages - 2;
+    let top = if group == 1 { 0 } else { (decoder - 1) % group + 1 };
+    let parks = |stage: usize| setup.tight && (1..stages - 1 - top).contains(&stage);
+    let least = if group == 1 { 3 } else { 3.max(group + 1) };
     let pieces = |layer: usize| vec![1; table.pieces(LayerId(layer as u32), setup.tiling).len()];
     let pieces: Vec<Vec<usize>> = (0..layers).map(pieces).collect();
     let (defers, tied) = (setup.updates.wait(Wait::None) == Wait::Model, pieces[0].len() > 1);
@@ -196,7 +215,9 @@ fn limits(setup: &Setup, table: &LayerTable) -> Limits {
         tiling: setup.tiling,
         weight_bytes: setup.weight_buffers * table.largest_tile(setup.tiling),
         bytes_per_weight: 1,
-        boundaries: if setup.tight { 3 } else { stages } * setup.micros as usize,
+        interval: setup.interval,
+        group,
+        boundaries: if setup.tight { least } else { stages } * setup.micros as usize,
         boundary_bytes: 0,
         parked: (0..stages).map(parks).collect(),
         // Two pieces beside the embedding, or a layer.
@@ -204,7 +225,7 @@ fn limits(setup: &Setup, table: &LayerTable) -> Limits {
         layer_gradient_bytes: vec![1; layers],
         piece_bytes: pieces,
         spilled: (0..layers).map(spills).collect(),
-        kept: 0,
+        kept: setup.kept,
         kept_logits: 0,
         optimizer_chunks: 4,
         spare_bytes: 0,
@@ -241,6 +262,8 @@ impl Process {
             measured: BTreeMap::new(),
             writing: BTreeMap::new(),
             attempts: BTreeMap::new(),
+            inputs: BTreeSet::new(),
+            kept: BTreeSet::new(),
             bound: BTreeMap::new(),
             replaced: BTreeMap::new(),
             known: BTreeSet::new(),
@@ -268,6 +291,7 @@ impl World {
         let disk = Disk::new(Ledger { locked, counters: setup.counters.clone() });
         World {
             process: Process::new(&setup, &table, &disk.record),
+            boundaries: limits(&setup, &table).boundaries,
             records: vec![disk.record.clone()],
             disk,
             table,
@@ -357,6 +381,7 @@ impl World {
                 match event {
                     NodeEvent::Parked { stage, micro, .. } => {
                         self.process.parking.remove(&(stage, micro));
+                        self.process.inputs.remove(&(stage, micro));
                     }
                     NodeEvent::Unbound { attempt, visit } => {
                         self.process.bound.remove(&(attempt, visit));

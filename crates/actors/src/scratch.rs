@@ -30,7 +30,10 @@ impl ScratchMap {
         let gradients = limits.spilled.iter().zip(&limits.layer_gradient_bytes);
         let gradients = gradients.map(|(&s, &bytes)| place(used(s, bytes))).collect();
         let stride = limits.boundary_bytes.next_multiple_of(PAGE_BYTES);
-        let inputs = limits.parked.iter().map(|&p| place(used(p, stride * micros))).collect();
+        let mut inputs = vec![0; limits.parked.len()];
+        for group in limits.parked_groups() {
+            inputs[group].fill(place(stride * micros));
+        }
         ScratchMap { gradients, inputs, input_stride: stride as u64, bytes: end }
     }
 

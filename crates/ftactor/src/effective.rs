@@ -114,6 +114,7 @@ fn fill_constants(all: &mut TrainOptions, record: RunRecord) {
     all.compute_dtype.get_or_insert(ComputeDtype::F32);
     all.io.get_or_insert(IoChoice::Auto);
     all.commit_every.get_or_insert(1);
+    all.recompute_interval.get_or_insert(1);
 }
 
 /// A line for every option that has no value yet.

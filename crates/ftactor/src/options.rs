@@ -104,6 +104,11 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_enum)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) io: Option<IoChoice>,
+    /// Keep the input of every so-many-th layer and compute what lies between once more on the way back:
+    /// less memory or disk for activations, more reads of weights [default: 1]
+    #[arg(long, value_name = "K")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) recompute_interval: Option<usize>,
     /// Commit every so many steps: between commits RAM may hold what is new, the disk is written less,
     /// and a crash takes back up to so many steps [default: 1]
     #[arg(long, value_name = "N")]
@@ -219,6 +224,11 @@ impl TrainOptions {
         self.over(&base)?.checked()
     }
 
+    /// Layers from one kept input to the next.
+    pub(crate) fn recompute_interval(&self) -> usize {
+        self.recompute_interval.unwrap_or(1)
+    }
+
     /// Steps from one commit to the next.
     pub(crate) fn commit_every(&self) -> u64 {
         self.commit_every.unwrap_or(1)
@@ -249,6 +259,7 @@ impl TrainOptions {
             ("keep-snapshots", self.keep_snapshots.map(|n| n as u64)),
             ("threads", self.threads.map(|n| n as u64)),
             ("commit-every", self.commit_every),
+            ("recompute-interval", self.recompute_interval.map(|n| n as u64)),
         ] {
             if value == Some(0) {
                 return refuse(format!("--{name} must be at least 1"));

@@ -228,7 +228,8 @@ impl Row {
         let updates = record.updates(ask.options.update)?;
         let within = |ram_bytes| {
             let state = (&subject.table, layout);
-            run_start::limits(state, &subject.config, record, updates, ram_bytes)
+            let how = (updates, ask.options.recompute_interval());
+            run_start::limits(state, &subject.config, record, how, ram_bytes)
         };
         let least_ram = match within(0) {
             Ok(_) => 0,
@@ -369,7 +370,7 @@ impl Fit {
             updates,
             scratch: actors::scratch_bytes(limits, record.shape().micros()),
             spilled,
-            parked: of_layers(&limits.parked),
+            parked: limits.parked_groups().count(),
             tiling: limits.tiling,
             flops: plan.product_flops(),
         }

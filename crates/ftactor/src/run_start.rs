@@ -65,7 +65,8 @@ pub(crate) fn decide(
     let mut record = RunRecord::new(options, defaults, steps, prepared.files, prepared.name)?;
     // What cannot run is refused before anything of the old run is gone.
     let updates = record.updates(options.update)?;
-    limits((store.table(), store.layout()), config, &record, updates, ram_bytes)?;
+    let how = (updates, options.recompute_interval());
+    limits((store.table(), store.layout()), config, &record, how, ram_bytes)?;
     record.reset_first = store.state().step.0 > 0;
     record.run = before.map_or(1, |text| RunRecord::number_in(&text) + 1);
     check_rows(&prepared.rows, &record, &store.state())?;
@@ -255,13 +256,13 @@ pub(crate) fn limits(
     (table, layout): (&LayerTable, StateLayout),
     config: &ModelConfig,
     record: &RunRecord,
-    updates: Updates,
+    (updates, interval): (Updates, usize),
     ram_bytes: usize,
 ) -> anyhow::Result<Limits> {
     let shape = record.shape();
     let wait = updates.wait(record.clip_rule()?.fused_wait());
     let workspace = |tiling| workspace(config, layout, record, tiling);
-    let at = |shape| Limits::new(table, layout, shape, workspace, wait, ram_bytes);
+    let at = |shape| Limits::new(table, layout, shape, workspace, wait, interval, ram_bytes);
     at(shape).map_err(|error| match error {
         BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } if record.micro_rows > 1 => {
             let remedy = String::from(" or choose a smaller --micro-rows");

@@ -200,7 +200,8 @@ fn open_session(
     let Run { record, rows } = run;
     let updates = record.updates(options.update)?;
     let state = (store.table(), store.layout());
-    let limits = limits(state, &config, &record, updates, budget.total_bytes())?;
+    let how = (updates, options.recompute_interval());
+    let limits = limits(state, &config, &record, how, budget.total_bytes())?;
     let updates = run_start::settled(updates, &limits, options.commit_every());
     Ok(Session {
         threads: machine::threads(options.threads)?,

@@ -25,7 +25,7 @@ pub use ids::{Attempt, LayerId, Micro, PieceId, Slot, Stage, Step, TileId};
 pub use layers::{
     LayerKind, LayerSpec, LayerTable, Role, TensorSpec, TileSpec, Tiling, VOCAB_TILE_ROWS,
 };
-pub use limits::{CHUNK_BYTES, Limits, RunShape, Wait, Workspace};
+pub use limits::{CHUNK_BYTES, Groups, Limits, RunShape, Wait, Workspace};
 pub use planes::{
     CHUNK_ELEMENTS, MOMENT_BLOCK, PLANES, Plane, PlaneSpec, PlaneType, Precision, StateLayout,
     chunk_count, chunk_elements, from_bf16, from_bf16_into, join, join_into, split, split_into,

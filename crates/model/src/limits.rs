@@ -7,7 +7,10 @@
 
 use std::ops::Range;
 
-use crate::{BudgetError, CHUNK_ELEMENTS, LayerSpec, LayerTable, Precision, StateLayout, Tiling};
+use crate::{
+    BudgetError, CHUNK_ELEMENTS, LayerId, LayerSpec, LayerTable, Precision, Stage, StateLayout,
+    Tiling,
+};
 
 /// How many tokens a step has and how they are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,13 +69,17 @@ pub enum Wait {
 pub struct Limits {
     /// How decoder layers are streamed: whole where they fit.
     pub tiling: Tiling,
+    /// Layers from one kept input to the next; those between are computed again on the way back.
+    pub interval: usize,
+    /// Stages that this makes, one of which has an input that waits.
+    pub group: usize,
     /// Bytes of weights bound or on their way at once, and of one weight.
     pub weight_bytes: usize,
     pub bytes_per_weight: usize,
     /// Inputs of stages, `[micro tokens, D]` each, that are in RAM at once.
     pub boundaries: usize,
     pub boundary_bytes: usize,
-    /// By stage: its inputs wait for the backward sweep in `scratch/`.
+    /// By stage: its inputs, if they wait for the backward sweep, do so in `scratch/`.
     pub parked: Vec<bool>,
     /// Bytes of gradients in RAM at once, in the making or waiting for the optimizer.
     pub gradient_bytes: usize,
@@ -120,16 +127,20 @@ impl Limits {
     /// gradient of an embedding that is tied, to the inputs of stages, to the optimizer's chunks, to
     /// gradients that wait for the norm of the model, to weights that the optimizer reads again, to
     /// weights ahead, to inner activations and to logits, in that order: by what a byte saves. The
-    /// rest is for state that is read again.
+    /// rest is for state that is read again. `interval`: see [`Limits::interval`]; at least 1.
     pub fn new(
         table: &LayerTable,
         layout: StateLayout,
         shape: RunShape,
         workspace: impl Fn(Tiling) -> Workspace,
         wait: Wait,
+        interval: usize,
         ram_bytes: usize,
     ) -> Result<Limits, BudgetError> {
-        let parts = |tiling| Parts::new(table, layout, shape, workspace(tiling), tiling, wait);
+        let parts = |tiling| {
+            let workspace = workspace(tiling);
+            Parts::new(table, layout, shape, workspace, (tiling, interval), wait)
+        };
         let (whole, blocks) = (parts(Tiling::Whole), parts(Tiling::Blocks));
         let fits = whole.minimum() <= ram_bytes || whole.minimum() <= blocks.minimum();
         let parts = if fits { whole } else { blocks };
@@ -145,17 +156,85 @@ impl Limits {
     }
 }
 
+impl Limits {
+    /// The first stage of each group whose input waits in `scratch/`, with the stages of the group:
+    /// which one of them that is depends on what is locked.
+    pub fn parked_groups(&self) -> impl Iterator<Item = Range<usize>> {
+        let inputs = self.parked.len();
+        let groups = (1..inputs).step_by(self.group);
+        let groups = groups.map(move |start| start..(start + self.group).min(inputs));
+        groups.filter(|group| self.parked[group.start])
+    }
+}
+
+/// Stages that go back together, in a group whose first one's input is kept.
+///
+/// With an interval of one every stage is a group of its own, otherwise so many layers are. The uppermost
+/// group has just been computed when the sweep turns: all its inputs stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// Stages of a group.
+    size: usize,
+    /// The first stage that goes back, and the last one of the decoder.
+    first: usize,
+    last: usize,
+}
+
+impl Groups {
+    /// `lowest`: the lowest layer that trains.
+    pub fn new(table: &LayerTable, tiling: Tiling, interval: usize, lowest: LayerId) -> Groups {
+        let last = table.stages(tiling) - 2;
+        let each = last / (table.len() - 2).max(1);
+        let size = if interval == 1 { 1 } else { interval.min(table.len()) * each.max(1) };
+        Groups { size, first: 1 + lowest.index().saturating_sub(1) * each, last }
+    }
+
+    fn start(&self, stage: usize) -> usize {
+        stage - stage.saturating_sub(self.first) % self.size
+    }
+
+    /// The first and the last stage of a stage's group.
+    pub fn of(&self, stage: Stage) -> (Stage, Stage) {
+        let start = self.start(stage.index());
+        let end = (start + self.size - 1).min(self.last);
+        (Stage(start as u32), Stage(end as u32))
+    }
+
+    /// Whether a group is made again on the way back.
+    pub fn is_remade(&self, stage: Stage) -> bool {
+        self.size > 1 && self.of(stage).1.index() < self.last
+    }
+
+    /// Whether a stage's input, once made, waits for the way back.
+    pub fn keeps(&self, stage: Stage) -> bool {
+        !self.is_remade(stage) || self.of(stage).0 == stage
+    }
+
+    /// Inputs that wait below the uppermost group.
+    fn waiting(&self) -> usize {
+        (self.start(self.last) - self.first).div_ceil(self.size)
+    }
+}
+
 /// Inputs of the lowest stages wait longest, so they are the ones that leave RAM. Those of
-/// `kept_inputs` stages stay besides those that are being worked on.
-fn parked(stages: usize, kept_inputs: usize) -> Vec<bool> {
+/// `kept_inputs` groups stay besides those that are being worked on.
+fn parked(stages: usize, groups: Groups, kept_inputs: usize) -> Vec<bool> {
     let inputs = stages - 1;
-    let staying = kept_inputs + BOUNDARIES_MIN;
-    let parks = |stage: usize| inputs > staying && stage >= 1 && stage < stages - 1 - kept_inputs;
-    (0..stages).map(parks).collect()
+    // One more than the highest stage whose input may leave.
+    let above = match groups.size {
+        1 => {
+            let staying = kept_inputs + BOUNDARIES_MIN;
+            if inputs > staying { (stages - 1).saturating_sub(kept_inputs) } else { 0 }
+        }
+        size => groups.start(groups.last).saturating_sub(kept_inputs * size),
+    };
+    (0..stages).map(|stage| stage >= 1 && stage < above).collect()
 }
 
 struct Parts {
     tiling: Tiling,
+    interval: usize,
+    groups: Groups,
     wait: Wait,
     bytes_per_weight: usize,
     /// Of the two tiles that are largest together and follow one another, and of the largest one.
@@ -186,7 +265,7 @@ impl Parts {
         layout: StateLayout,
         shape: RunShape,
         workspace: Workspace,
-        tiling: Tiling,
+        (tiling, interval): (Tiling, usize),
         wait: Wait,
     ) -> Parts {
         let hidden = table.layer(table.head()).tensors[0].elements();
@@ -207,6 +286,8 @@ impl Parts {
         let tiles: Vec<usize> = tiles.collect();
         Parts {
             tiling,
+            interval,
+            groups: Groups::new(table, tiling, interval, LayerId(0)),
             wait,
             bytes_per_weight,
             pair_of_tiles: largest_pair(&tiles),
@@ -257,8 +338,17 @@ impl Parts {
         spilled
     }
 
+    /// Inputs per microbatch that are worked on at once: where groups are made again, all of one and
+    /// the next stage's.
+    fn inputs(&self) -> usize {
+        match self.groups.size {
+            1 => BOUNDARIES_MIN,
+            size => BOUNDARIES_MIN.max(size + 1),
+        }
+    }
+
     fn boundaries(&self) -> usize {
-        let inputs = BOUNDARIES_MIN.min(self.stages - 1);
+        let inputs = self.inputs().min(self.stages - 1);
         (inputs + COMPANIONS) * self.micros * self.boundary
     }
 
@@ -297,7 +387,10 @@ impl Parts {
         };
         let tied_bytes: usize = self.tied.iter().sum();
         let keeps_tied = tied_bytes == 0 || share(tied_bytes, 1) == 1;
-        let wanted = (self.stages - 1).saturating_sub(BOUNDARIES_MIN);
+        let wanted = match self.groups.size {
+            1 => (self.stages - 1).saturating_sub(BOUNDARIES_MIN),
+            _ => self.groups.waiting(),
+        };
         let kept_inputs = share(self.boundary * self.micros, wanted);
         let extra_chunks = share(self.chunk, OPTIMIZER_CHUNKS_MAX - OPTIMIZER_CHUNKS_MIN);
         let waiting = share(1, self.waiting_gradients());
@@ -305,21 +398,26 @@ impl Parts {
         spilled[0] = !keeps_tied;
         let following = share(self.largest_tile, FOLLOWING_TILES);
         let extra_tiles = share(self.largest_tile, EXTRA_TILES);
-        let kept = share(self.workspace.kept_bytes, (self.stages - 2) * self.micros);
+        let stages = self.stages - 2;
+        let keeping = if self.groups.size == 1 { stages } else { self.groups.size.min(stages) };
+        let kept = share(self.workspace.kept_bytes, keeping * self.micros);
         let scored = self.vocabulary_tiles.saturating_sub(1);
         let kept_logits = share(self.workspace.logits_bytes, scored * self.micros);
         let spare_bytes = spare + following * self.largest_tile;
         let tied_kept = if keeps_tied { tied_bytes } else { 0 };
         let gradient_bytes = self.gradients() + tied_kept + waiting;
+        let inputs = self.inputs();
         let mut piece_bytes = self.pieces;
         piece_bytes[0].splice(0..0, self.tied);
         Limits {
             tiling: self.tiling,
+            interval: self.interval,
+            group: self.groups.size,
             weight_bytes: self.pair_of_tiles + extra_tiles * self.largest_tile,
             bytes_per_weight: self.bytes_per_weight,
-            boundaries: (BOUNDARIES_MIN + kept_inputs) * self.micros,
+            boundaries: (inputs + kept_inputs) * self.micros,
             boundary_bytes: self.boundary,
-            parked: parked(self.stages, kept_inputs),
+            parked: parked(self.stages, self.groups, kept_inputs),
             spilled,
             gradient_bytes,
             layer_gradient_bytes: self.gradients,

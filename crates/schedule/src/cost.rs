@@ -4,7 +4,7 @@
 
 use model::{LayerId, LayerTable, Limits, Precision, RunShape, Stage, StateLayout};
 
-use crate::{Need, Policy, Visit, VisitKind, sweep};
+use crate::{Input, Need, Policy, Visit, VisitKind, sweep};
 
 /// What a step is made of.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +92,7 @@ impl StepPlan<'_> {
 
     /// Multiplications and additions of products with weights.
     pub fn product_flops(&self) -> f64 {
+        let sweep = self.sweep();
         let each = |visit: &Visit| {
             let Need::Tile(tile) = &visit.need else { return 0.0 };
             let product = 2.0 * self.shape.step_tokens() as f64 * tile.elements.len() as f64;
@@ -99,21 +100,21 @@ impl StepPlan<'_> {
             let onward = f64::from(u8::from(visit.goes_back));
             product
                 * match visit.kind {
-                    VisitKind::Forward | VisitKind::HeadScore => 1.0,
+                    VisitKind::Forward | VisitKind::Remake | VisitKind::HeadScore => 1.0,
                     VisitKind::HeadTurn => 2.0 + gradient,
                     VisitKind::HeadBackward => 1.0 + gradient + self.rescored(tile.id.0),
-                    VisitKind::Backward => gradient + onward + self.recomputed(visit.stage),
+                    VisitKind::Backward => gradient + onward + self.recomputed(&sweep, visit.stage),
                     VisitKind::Embed
                     | VisitKind::HeadNorm
                     | VisitKind::HeadNormBackward
                     | VisitKind::EmbedBackward => 0.0,
                 }
         };
-        self.sweep().iter().map(each).sum()
+        sweep.iter().map(each).sum()
     }
 
     fn sweep(&self) -> Vec<Visit> {
-        sweep(self.table, self.limits.tiling, self.locked)
+        sweep(self.table, self.limits.tiling, self.limits.interval, self.locked)
     }
 
     fn weights_read(&self, visit: &Visit) -> u64 {
@@ -141,15 +142,16 @@ impl StepPlan<'_> {
 
     /// Stages whose inputs wait in `scratch/`.
     fn parked(&self) -> u64 {
-        let waits = |visit: &&Visit| visit.kind == VisitKind::Forward && visit.goes_back;
+        let waits = |visit: &&Visit| visit.input == Input::Waits;
         let parked = |visit: &&Visit| self.limits.parked[visit.stage.index()];
         self.sweep().iter().filter(waits).filter(parked).count() as u64
     }
 
     /// Share of a stage's microbatches that are computed again in backward.
-    fn recomputed(&self, stage: Stage) -> f64 {
+    fn recomputed(&self, sweep: &[Visit], stage: Stage) -> f64 {
         let micros = self.shape.micros();
-        let above = self.limits.parked.len() - 2 - stage.index();
+        let mut ranks = sweep.iter().filter(|v| v.stage == stage).filter_map(|v| v.rank);
+        let Some(above) = ranks.next().map(|rank| rank as usize) else { return 1.0 };
         let kept = self.limits.kept.saturating_sub(above * micros).min(micros);
         1.0 - kept as f64 / micros as f64
     }
@@ -184,7 +186,7 @@ mod tests {
     fn per_parameter(layout: StateLayout, precision: Precision, policy: Policy) -> (f64, f64) {
         let table = table(true);
         let workspace = Workspace { precision, ..Workspace::default() };
-        let limits = Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1 << 30);
+        let limits = Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1, 1 << 30);
         let limits = Limits { spare_bytes: 0, ..limits.unwrap() };
         let bytes = |locked: &[bool]| {
             let shape = SHAPE;
@@ -241,7 +243,7 @@ mod tests {
         let locked = vec![false; table.len()];
         let read = |spare: f64| {
             let workspace = Workspace::default();
-            let limits = Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1 << 30);
+            let limits = Limits::new(&table, layout, SHAPE, |_| workspace, Wait::None, 1, 1 << 30);
             let spare_bytes = (spare * layout.bytes(table.elements()) as f64) as usize;
             let limits = &Limits { spare_bytes, ..limits.unwrap() };
             let (shape, policy, locked) = (SHAPE, Policy::Fused, &locked[..]);
@@ -268,7 +270,7 @@ mod tests {
         let (layout, precision) = (StateLayout::F32, Precision::Exact);
         let locked = vec![false; table.len()];
         let limits =
-            Limits::new(&table, layout, SHAPE, |_| Workspace::default(), Wait::None, 1 << 30);
+            Limits::new(&table, layout, SHAPE, |_| Workspace::default(), Wait::None, 1, 1 << 30);
         let (limits, all) = (limits.unwrap(), layout.bytes(table.elements()));
         let written = |waiting_bytes, commit_every| {
             let limits = &Limits { waiting_bytes, ..limits.clone() };
@@ -292,8 +294,9 @@ mod tests {
         let workspace =
             Workspace { kept_bytes: 1 << 20, logits_bytes: 1 << 20, ..Workspace::default() };
         for (ram, factor) in [(1 << 30, 6.0), (0, 8.0)] {
-            let limits =
-                |ram| Limits::new(&table, StateLayout::F32, SHAPE, |_| workspace, Wait::None, ram);
+            let limits = |ram| {
+                Limits::new(&table, StateLayout::F32, SHAPE, |_| workspace, Wait::None, 1, ram)
+            };
             let limits = match limits(ram) {
                 Err(model::BudgetError::TooSmall { needed_bytes, .. }) => {
                     limits(needed_bytes as usize)

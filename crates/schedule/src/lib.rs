@@ -27,7 +27,7 @@ pub use ledger::Ledger;
 pub use node::{Again, Node, NodeCommand, NodeConfig, NodeEvent, Policy, Written};
 pub use run::{End, Run, RunCommand, RunConfig, RunEvent};
 pub use updates::Updates;
-pub use visits::{ComputeOp, Need, Visit, VisitId, VisitKind, sweep};
+pub use visits::{ComputeOp, Input, Need, Visit, VisitId, VisitKind, sweep};
 
 use std::sync::Arc;
 

@@ -23,7 +23,7 @@ use model::{
 };
 
 use crate::visits::ops;
-use crate::{ComputeOp, FromNode, Need, ToNode, Visit, VisitId, VisitKind, sweep};
+use crate::{ComputeOp, FromNode, Input, Need, ToNode, Visit, VisitId, VisitKind, sweep};
 
 mod pass;
 mod tail;
@@ -229,7 +229,7 @@ impl Node {
             table: table.clone(),
             turn: last_tile(table, config.limits.tiling),
             rows: table.rows_piece(config.limits.tiling),
-            uses: Uses::new(table, config.limits.tiling),
+            uses: Uses::new(table, config.limits.tiling, config.limits.interval),
             live: config.live.clone(),
             ahead: vec![false; config.live.len()],
             config,
@@ -320,7 +320,8 @@ impl Node {
         assert!(self.pass.is_none(), "step {step} begins while another one is swept");
         assert!(self.draining.is_none(), "step {step} begins while an attempt is dropped");
         assert!(self.tails.len() <= 1, "step {step} begins two steps ahead of the disk");
-        let visits = sweep(&self.table, self.config.limits.tiling, &locked);
+        let limits = &self.config.limits;
+        let visits = sweep(&self.table, limits.tiling, limits.interval, &locked);
         let pass = Pass::new((step, attempt), policy, self.config.micros, visits, &locked);
         self.pass = Some(pass);
         self.tails.push_back(Tail::new((step, attempt), locked, policy, saved));
@@ -500,19 +501,21 @@ impl Node {
 
     /// Whether the visit's input waits in `scratch/` for its way back.
     fn parks(&self, visit: &Visit) -> bool {
-        let waits = visit.kind == VisitKind::Forward && visit.goes_back;
-        waits && self.config.limits.parked[visit.stage.index()]
+        visit.input == Input::Waits && self.config.limits.parked[visit.stage.index()]
     }
 
     /// Whether the visit's input has to come back from `scratch/`.
     fn unparks(&self, visit: &Visit) -> bool {
-        visit.kind == VisitKind::Backward && self.config.limits.parked[visit.stage.index()]
+        let returns = matches!(visit.input, Input::Returns { .. });
+        returns && self.config.limits.parked[visit.stage.index()]
     }
 
     /// Inputs of the next stage that the visit brings into being.
     fn new_inputs(&self, visit: &Visit) -> usize {
         match visit.kind {
-            VisitKind::Embed | VisitKind::Forward => self.config.micros as usize,
+            VisitKind::Embed | VisitKind::Forward | VisitKind::Remake => {
+                self.config.micros as usize
+            }
             _ => 0,
         }
     }
@@ -571,7 +574,7 @@ impl Node {
         }
     }
 
-    /// Of tiles, of the decoder and of the vocabulary, those nearest to the turn are kept: all cost the same to
+    /// Of tiles, of the decoder and of the vocabulary, those needed soonest are kept: all cost the same to
     /// recompute, these are held shortest.
     fn keeps(&self, visit: &Visit, micro: Micro) -> bool {
         let limits = &self.config.limits;
@@ -579,7 +582,10 @@ impl Node {
             (Need::Tile(tile), VisitKind::HeadScore) => {
                 (self.turn.0 - 1 - tile.id.0, limits.kept_logits)
             }
-            _ => (limits.parked.len() as u32 - 2 - visit.stage.0, limits.kept),
+            _ => match visit.rank {
+                Some(rank) => (rank, limits.kept),
+                None => return false,
+            },
         };
         ((above * self.config.micros + micro.0) as usize) < most
     }

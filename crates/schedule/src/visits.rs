@@ -9,7 +9,7 @@
 //! - backward ends at the lowest layer that trains: nothing goes further down, and inputs of the
 //!   layers below it are freed in forward.
 
-use model::{LayerId, LayerTable, Micro, PieceId, Stage, TileSpec, Tiling};
+use model::{Groups, LayerId, LayerTable, Micro, PieceId, Stage, TileSpec, Tiling};
 
 /// Index of a visit in its sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -35,17 +35,21 @@ pub enum VisitKind {
     HeadTurn,
     HeadBackward,
     HeadNormBackward,
+    /// On the way back: forward once more, for the inputs of the stages above.
+    Remake,
     Backward,
     EmbedBackward,
 }
 
 impl VisitKind {
-    /// Whether the visit is on the way to the loss and makes no gradient. The turn does both.
+    /// Whether the visit leads to the loss and makes no gradient. The turn does both.
     pub fn is_forward(self) -> bool {
         match self {
-            VisitKind::Embed | VisitKind::Forward | VisitKind::HeadNorm | VisitKind::HeadScore => {
-                true
-            }
+            VisitKind::Embed
+            | VisitKind::Forward
+            | VisitKind::HeadNorm
+            | VisitKind::HeadScore
+            | VisitKind::Remake => true,
             VisitKind::HeadTurn
             | VisitKind::HeadBackward
             | VisitKind::HeadNormBackward
@@ -69,6 +73,24 @@ pub struct Visit {
     /// Whether a layer at or below this one trains: in forward the input is needed again, in
     /// backward a gradient goes on down (not from the lowest tile that trains).
     pub goes_back: bool,
+    /// What becomes of the stage's input.
+    pub input: Input,
+    /// Of the decoder: how many visits like this one make what is needed sooner on the way back; `None`
+    /// where inner activations are of no use.
+    pub rank: Option<u32>,
+}
+
+/// What becomes of the input of a visit's stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// Nobody needs it after the visit.
+    Consumed,
+    /// It waits for the way back.
+    Waits,
+    /// The first visit on the way back: it has waited until now; `Consumed` after it.
+    Returns { consumed: bool },
+    /// It is there, and a later visit needs it.
+    Stays,
 }
 
 impl Visit {
@@ -79,11 +101,7 @@ impl Visit {
 
     /// Whether the stage's input is gone after the visit.
     pub fn consumes_input(&self) -> bool {
-        match self.kind {
-            VisitKind::Forward => !self.goes_back,
-            VisitKind::Backward | VisitKind::HeadNormBackward => true,
-            _ => false,
-        }
+        matches!(self.input, Input::Consumed | Input::Returns { consumed: true })
     }
 }
 
@@ -142,19 +160,21 @@ pub enum ComputeOp {
     },
 }
 
-/// All visits of one step, forward then backward; `locked` by layer.
+/// All visits of one step, forward then backward; `interval`: see `Limits::interval`; `locked` by
+/// layer.
 ///
 /// # Panics
 /// If no layer trains.
-pub fn sweep(table: &LayerTable, tiling: Tiling, locked: &[bool]) -> Vec<Visit> {
+pub fn sweep(table: &LayerTable, tiling: Tiling, interval: usize, locked: &[bool]) -> Vec<Visit> {
     assert_eq!(locked.len(), table.len(), "locks of another model");
     let Some(lowest) = locked.iter().position(|locked| !locked) else {
         panic!("a step in which every layer is locked")
     };
-    let stops = Stops { table, tiling, locked, lowest };
+    let groups = Groups::new(table, tiling, interval, LayerId(lowest as u32));
     let decoder: Vec<(Stage, TileSpec)> =
         (1..).map(Stage).zip(table.decoder_tiles(tiling)).collect();
     let last = Stage(decoder.len() as u32 + 1);
+    let stops = Stops { table, tiling, locked, lowest, groups, last };
     let embedding = table.tiles(table.embedding(), tiling).remove(0);
     let mut head = table.tiles(table.head(), tiling);
     let projection = head.split_off(1);
@@ -165,7 +185,14 @@ pub fn sweep(table: &LayerTable, tiling: Tiling, locked: &[bool]) -> Vec<Visit> 
     visits.extend(stops.projection(last, &projection));
     visits.extend(head.iter().map(|norm| stops.at(last, norm, VisitKind::HeadNormBackward)));
     let above = decoder.iter().rev().filter(|(_, tile)| tile.source.index() >= lowest);
-    visits.extend(above.map(|(stage, t)| stops.at(*stage, t, VisitKind::Backward)));
+    for (stage, tile) in above {
+        let (first, end) = groups.of(*stage);
+        if *stage == end && groups.is_remade(*stage) {
+            let group = &decoder[first.index() - 1..end.index() - 1];
+            visits.extend(group.iter().map(|(stage, t)| stops.at(*stage, t, VisitKind::Remake)));
+        }
+        visits.push(stops.at(*stage, tile, VisitKind::Backward));
+    }
     if lowest == 0 {
         visits.push(stops.at(Stage(0), &embedding, VisitKind::EmbedBackward));
     }
@@ -179,6 +206,9 @@ struct Stops<'a> {
     locked: &'a [bool],
     /// The lowest layer that trains.
     lowest: usize,
+    groups: Groups,
+    /// The head's.
+    last: Stage,
 }
 
 impl Stops<'_> {
@@ -202,6 +232,41 @@ impl Stops<'_> {
             kind,
             trains: !forward && !self.locked[tile.source.index()],
             goes_back: above || (forward && layer.index() == self.lowest),
+            input: self.input(stage, layer, kind),
+            rank: self.rank(stage, layer, kind),
+        }
+    }
+
+    fn input(&self, stage: Stage, layer: LayerId, kind: VisitKind) -> Input {
+        let goes_back = layer.index() >= self.lowest;
+        let alone = || !self.groups.is_remade(stage);
+        match kind {
+            VisitKind::Forward if !goes_back || !self.groups.keeps(stage) => Input::Consumed,
+            VisitKind::Forward => Input::Waits,
+            VisitKind::Remake if self.groups.of(stage).0 == stage => {
+                Input::Returns { consumed: false }
+            }
+            VisitKind::Backward if alone() => Input::Returns { consumed: true },
+            VisitKind::Backward | VisitKind::HeadNormBackward => Input::Consumed,
+            VisitKind::Embed
+            | VisitKind::HeadNorm
+            | VisitKind::HeadScore
+            | VisitKind::HeadTurn
+            | VisitKind::HeadBackward
+            | VisitKind::Remake
+            | VisitKind::EmbedBackward => Input::Stays,
+        }
+    }
+
+    fn rank(&self, stage: Stage, layer: LayerId, kind: VisitKind) -> Option<u32> {
+        match kind {
+            VisitKind::Forward if layer.index() < self.lowest || self.groups.is_remade(stage) => {
+                None
+            }
+            VisitKind::Forward => Some(self.last.0 - 1 - stage.0),
+            // The last one of a group goes straight back.
+            VisitKind::Remake => Some(self.groups.of(stage).1.0 - 1 - stage.0),
+            _ => None,
         }
     }
 
@@ -242,7 +307,7 @@ fn micro_ops(visit: &Visit, micro: Micro, keep: &impl Fn(Micro) -> bool) -> Vec<
             ComputeOp::Forward { layer, stage, micro, keep: false },
             ComputeOp::Free { layer, stage, micro },
         ],
-        VisitKind::Forward => {
+        VisitKind::Forward | VisitKind::Remake => {
             vec![ComputeOp::Forward { layer, stage, micro, keep: keep(micro) }]
         }
         VisitKind::HeadNorm => vec![ComputeOp::HeadNorm { micro }],

@@ -17,6 +17,8 @@ pub(super) fn balanced(updates: impl Into<Updates>, weight_buffers: usize) -> Se
         fused_wait: Wait::None,
         weight_buffers,
         tight: false,
+        interval: 1,
+        kept: 0,
         steps: 4,
         costs: Costs {
             read: 4 * UNIT,
@@ -74,9 +76,16 @@ fn every_policy_and_shape_commits_every_step() {
         all.into_iter().flat_map(|updates| waits.clone().map(move |wait| (updates, wait)))
     {
         for tied in [true, false] {
-            for (micros, tight) in [(1, false), (3, false), (1, true), (3, true)] {
+            for (micros, tight, interval) in [
+                (1, false, 1),
+                (3, false, 2),
+                (1, true, 1),
+                (3, true, 1),
+                (1, true, 2),
+                (3, true, 3),
+            ] {
                 let shape = Setup { tied, micros, tight, layers: 5, ..balanced(updates, 2) };
-                let setup = Setup { tiling, fused_wait, ..shape };
+                let setup = Setup { tiling, fused_wait, interval, ..shape };
                 let mut world = World::new(setup);
                 assert_eq!(world.run(), End::Completed);
                 assert_eq!((world.durable_at.len(), world.aborts), (4, 0));

@@ -16,7 +16,7 @@ impl World {
                 self.process.bound.insert((attempt, visit), (layer, tile.elements));
                 let decoder = matches!(
                     self.process.node.visit(attempt, visit).unwrap().kind,
-                    VisitKind::Forward | VisitKind::Backward
+                    VisitKind::Forward | VisitKind::Remake | VisitKind::Backward
                 );
                 let time = if decoder { costs.read } else { 1 };
                 self.occupy(Resource::Disk, time, attempt, NodeEvent::Streamed { attempt, visit });
@@ -29,6 +29,7 @@ impl World {
             NodeCommand::Unpark { attempt, stage, micro } => {
                 let away = !self.process.parking.contains(&(stage, micro));
                 assert!(away, "an input is read before it is written");
+                self.add_input(stage, micro);
                 let event = NodeEvent::Unparked { attempt, stage, micro };
                 self.occupy(Resource::Disk, 1, attempt, event);
             }
@@ -65,6 +66,8 @@ impl World {
                 self.process.writing.clear();
                 self.process.replaced.clear();
                 self.process.bound.clear();
+                self.process.kept.clear();
+                self.process.inputs.clear();
                 let until = self.process.in_flight_until.max(self.now) + 1;
                 self.disk.drained();
                 self.at(until, Happening::Node(NodeEvent::Drained { attempt }));
@@ -96,6 +99,7 @@ impl World {
             ComputeOp::Backward { .. } => self.setup.costs.backward / micros,
             _ => 0,
         };
+        self.remember(op);
         let Begun { step, locked, .. } = self.process.attempts[&attempt].clone();
         let data = &self.setup.data;
         let event = match op {
@@ -115,6 +119,39 @@ impl World {
             _ => return self.occupy_silently(time),
         };
         self.occupy(Resource::Device, time, attempt, event);
+    }
+
+    /// What an operation brings into being, and what it uses up.
+    fn remember(&mut self, op: ComputeOp) {
+        match op {
+            ComputeOp::Embed { micro } => self.add_input(Stage(1), micro),
+            ComputeOp::Forward { stage, micro, keep, .. } => {
+                self.add_input(stage.next(), micro);
+                if keep {
+                    self.process.kept.insert((stage, micro));
+                    assert!(self.process.kept.len() <= self.setup.kept, "{:?}", self.process.kept);
+                }
+            }
+            ComputeOp::Free { stage, micro, .. } => {
+                self.process.inputs.remove(&(stage, micro));
+            }
+            ComputeOp::Backward { stage, micro, .. } => {
+                self.process.kept.remove(&(stage, micro));
+                let there = self.process.inputs.remove(&(stage, micro));
+                assert!(there, "{stage:?} goes back without its input");
+            }
+            ComputeOp::HeadNormBackward { micro, .. } => {
+                let head = Stage(self.table.stages(self.setup.tiling) as u32 - 1);
+                self.process.inputs.remove(&(head, micro));
+            }
+            _ => {}
+        }
+    }
+
+    fn add_input(&mut self, stage: Stage, micro: Micro) {
+        assert!(self.process.inputs.insert((stage, micro)), "{stage:?} has its input already");
+        let count = self.process.inputs.len();
+        assert!(count <= self.boundaries, "{count} inputs at once");
     }
 
     /// Measuring takes its time, and pieces overtake one another.

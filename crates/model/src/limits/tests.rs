@@ -24,7 +24,7 @@ const WORKSPACE: Workspace = Workspace {
 fn a_budget_too_small_names_what_is_needed_and_that_suffices() {
     let table = table(4, true);
     let Err(BudgetError::TooSmall { needed_bytes, .. }) =
-        Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, 1000)
+        Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, 1, 1000)
     else {
         panic!("1000 bytes accepted")
     };
@@ -34,6 +34,7 @@ fn a_budget_too_small_names_what_is_needed_and_that_suffices() {
         SHAPE,
         |_| WORKSPACE,
         Wait::Model,
+        1,
         needed_bytes as usize,
     )
     .unwrap();
@@ -46,6 +47,7 @@ fn a_budget_too_small_names_what_is_needed_and_that_suffices() {
             SHAPE,
             |_| WORKSPACE,
             Wait::Model,
+            1,
             needed_bytes as usize - 1
         )
         .is_err()
@@ -60,6 +62,7 @@ fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
         SHAPE,
         |_| WORKSPACE,
         Wait::Model,
+        1,
         0,
     ) {
         Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
@@ -72,6 +75,7 @@ fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
         SHAPE,
         |_| WORKSPACE,
         Wait::Model,
+        1,
         needed(6),
     )
     .unwrap();
@@ -82,9 +86,16 @@ fn the_smallest_budget_parks_and_spills_and_depth_does_not_count() {
 
 #[test]
 fn spare_memory_keeps_everything() {
-    let limits =
-        Limits::new(&table(4, false), StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, 1 << 30)
-            .unwrap();
+    let limits = Limits::new(
+        &table(4, false),
+        StateLayout::F32,
+        SHAPE,
+        |_| WORKSPACE,
+        Wait::Model,
+        1,
+        1 << 30,
+    )
+    .unwrap();
     assert!(!limits.parked.contains(&true) && !limits.spilled.contains(&true));
     assert_eq!(limits.kept, 4 * SHAPE.micros());
     assert_eq!(limits.tiling, Tiling::Whole);
@@ -96,7 +107,7 @@ fn spare_memory_keeps_everything() {
 fn without_waiting_gradients_nothing_spills() {
     let table = table(6, false);
     let Err(BudgetError::TooSmall { needed_bytes, .. }) =
-        Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::None, 0)
+        Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::None, 1, 0)
     else {
         panic!("accepted")
     };
@@ -106,6 +117,7 @@ fn without_waiting_gradients_nothing_spills() {
         SHAPE,
         |_| WORKSPACE,
         Wait::None,
+        1,
         needed_bytes as usize,
     )
     .unwrap();
@@ -118,7 +130,7 @@ fn what_stays_in_memory_fits_the_limit() {
     let mut last = None;
     for ram_bytes in (0..24 << 20).step_by(100_000) {
         let Ok(limits) =
-            Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, ram_bytes)
+            Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::Model, 1, ram_bytes)
         else {
             continue;
         };
@@ -140,7 +152,7 @@ fn layers_are_streamed_in_blocks_only_where_they_do_not_fit_whole() {
             "num_hidden_layers":4,"num_attention_heads":4,"tie_word_embeddings":true}"#,
     );
     let table = LayerTable::new(&config.unwrap());
-    let at = |ram| Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::None, ram);
+    let at = |ram| Limits::new(&table, StateLayout::F32, SHAPE, |_| WORKSPACE, Wait::None, 1, ram);
     let needed = match at(0) {
         Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
         other => panic!("{other:?}"),
@@ -156,4 +168,54 @@ fn layers_are_streamed_in_blocks_only_where_they_do_not_fit_whole() {
     let plenty = at(1 << 30).unwrap();
     assert_eq!((plenty.tiling, &plenty.piece_bytes[1]), (Tiling::Whole, &vec![layer * 4]));
     assert_eq!(plenty.parked.len(), 2 + 4);
+}
+
+#[test]
+fn groups_keep_one_input_each_and_all_of_the_uppermost_one() {
+    let table = table(10, true);
+    let at = |interval, ram| {
+        let workspace = |_| WORKSPACE;
+        Limits::new(&table, StateLayout::F32, SHAPE, workspace, Wait::None, interval, ram)
+    };
+    let least = |interval| match at(interval, 0) {
+        Err(BudgetError::TooSmall { needed_bytes, .. }) => needed_bytes as usize,
+        other => panic!("{other:?}"),
+    };
+    let parked = |interval| {
+        let limits = at(interval, least(interval)).unwrap();
+        let groups = limits.parked_groups().map(|group| group.start).collect::<Vec<_>>();
+        (groups, limits.boundaries / SHAPE.micros())
+    };
+    assert_eq!(parked(1), ((1..=10).collect(), 3));
+    assert_eq!(parked(2), (vec![1, 3, 5, 7], 3));
+    assert_eq!(parked(3), (vec![1, 4, 7], 4));
+    assert_eq!(parked(10), (vec![], 11));
+    // With much of it none is parked.
+    for interval in [1, 2, 3, 10, 1000] {
+        let limits = at(interval, 1 << 30).unwrap();
+        assert_eq!(limits.parked_groups().count(), 0, "{interval}");
+        assert_eq!(limits.tiling, Tiling::Whole);
+    }
+}
+
+#[test]
+fn groups_begin_where_training_does() {
+    let table = table(7, false);
+    let of = |interval, lowest| {
+        let groups = Groups::new(&table, Tiling::Whole, interval, LayerId(lowest));
+        (1..=7).map(|s| (groups.keeps(Stage(s)), groups.is_remade(Stage(s)))).collect::<Vec<_>>()
+    };
+    let kept = |all: Vec<(bool, bool)>| all.iter().map(|(k, _)| u8::from(*k)).collect::<Vec<_>>();
+    let remade = |all: Vec<(bool, bool)>| all.iter().map(|(_, r)| u8::from(*r)).collect::<Vec<_>>();
+    assert_eq!(kept(of(1, 0)), [1; 7]);
+    assert_eq!(remade(of(1, 0)), [0; 7]);
+    assert_eq!(
+        (kept(of(3, 0)), remade(of(3, 0))),
+        (vec![1, 0, 0, 1, 0, 0, 1], vec![1, 1, 1, 1, 1, 1, 0])
+    );
+    assert_eq!((kept(of(3, 1)), remade(of(3, 1))), (kept(of(3, 0)), remade(of(3, 0))));
+    // The first two decoder layers stay as they are.
+    assert_eq!(kept(of(3, 3))[2..], [1, 0, 0, 1, 1]);
+    assert_eq!(remade(of(3, 3))[2..], [1, 1, 1, 0, 0]);
+    assert_eq!(kept(of(usize::MAX, 0)), [1; 7]);
 }

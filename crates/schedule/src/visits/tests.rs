@@ -81,17 +81,37 @@ impl Names {
     }
 }
 
+/// What is needed sooner on the way back ranks lower, and no two visits that are kept at once alike.
+fn assert_ranked(visits: &[Visit]) {
+    let mut kept = Vec::new();
+    for visit in visits {
+        if visit.kind == VisitKind::Backward {
+            kept.retain(|(stage, _)| *stage != visit.stage);
+        } else if let Some(rank) = visit.rank {
+            kept.push((visit.stage, rank));
+            let mut ranks: Vec<u32> = kept.iter().map(|(_, rank)| *rank).collect();
+            assert!(ranks.is_sorted_by(|lower, upper| lower > upper), "{kept:?}");
+            ranks.dedup();
+            assert_eq!(ranks.len(), kept.len(), "{kept:?}");
+        }
+    }
+    let ranks = visits.iter().filter_map(|visit| visit.rank);
+    assert_eq!(ranks.min().unwrap_or(0), 0);
+}
+
 #[test]
 fn exactly_the_unlocked_layers_have_gradients_and_nothing_is_left_over() {
     let tilings = [Tiling::Whole, Tiling::Blocks];
-    let models = [(1, true, 1), (1, false, 2), (3, true, 2), (3, false, 1)];
-    for ((layers, tied, micros), tiling) in
+    let models =
+        [(1, true, 1, 1), (1, false, 2, 3), (3, true, 2, 1), (3, false, 1, 2), (5, true, 1, 2)];
+    for ((layers, tied, micros, interval), tiling) in
         models.into_iter().flat_map(|model| tilings.map(|tiling| (model, tiling)))
     {
         let table = table(layers, tied);
         let head = Stage(table.stages(tiling) as u32 - 1);
         for locked in every_lock(table.len()) {
-            let visits = sweep(&table, tiling, &locked);
+            let visits = sweep(&table, tiling, interval, &locked);
+            assert_ranked(&visits);
             let mut names = Names::default();
             for visit in &visits {
                 for op in ops(visit, micros, |_| true, |_| false) {
@@ -120,7 +140,7 @@ fn backward_ends_at_the_lowest_layer_that_trains() {
     let table = table(4, true);
     for locked in every_lock(table.len()) {
         let lowest = locked.iter().position(|l| !l).unwrap();
-        let visits = sweep(&table, Tiling::Whole, &locked);
+        let visits = sweep(&table, Tiling::Whole, 1, &locked);
         let backward = |v: &&Visit| matches!(v.kind, VisitKind::Backward);
         let visited: Vec<usize> = visits.iter().filter(backward).map(|v| v.layer.index()).collect();
         let wanted: Vec<usize> = (lowest.max(1)..table.len() - 1).rev().collect();
@@ -141,7 +161,7 @@ fn backward_ends_at_the_lowest_layer_that_trains() {
 #[test]
 fn a_tied_projection_locks_with_the_embedding() {
     let head_gradients = |tied: bool, locked: [bool; 3]| {
-        let ops = all_ops(&sweep(&table(1, tied), Tiling::Whole, &locked), 1);
+        let ops = all_ops(&sweep(&table(1, tied), Tiling::Whole, 1, &locked), 1);
         let of = |op: &ComputeOp| match op {
             ComputeOp::HeadBackward { gradient, .. } => Some(*gradient),
             _ => None,
@@ -161,5 +181,5 @@ fn a_tied_projection_locks_with_the_embedding() {
 #[test]
 #[should_panic(expected = "every layer is locked")]
 fn a_step_without_a_layer_to_train_is_a_programmers_error() {
-    sweep(&table(1, true), Tiling::Whole, &[true; 3]);
+    sweep(&table(1, true), Tiling::Whole, 1, &[true; 3]);
 }
