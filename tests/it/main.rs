@@ -18,6 +18,7 @@ mod layouts;
 mod locked;
 mod locks;
 mod metrics;
+mod odd_disks;
 mod parity;
 mod plans;
 mod rig;

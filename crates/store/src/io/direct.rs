@@ -126,6 +126,7 @@ impl Carriers {
 
 impl Transfer for Direct {
     type State = Handles;
+    const IS_DIRECT: bool = true;
 
     fn opened(&self, file: &Arc<File>, _: &Path, _: Access) -> Handles {
         os::expect_no_order(file);

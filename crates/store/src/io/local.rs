@@ -21,6 +21,8 @@ use crate::StoreError;
 pub(super) trait Transfer: Send + Sync + fmt::Debug + 'static {
     /// What it keeps of an open file.
     type State: Send + Sync + fmt::Debug + 'static;
+    /// It wants to pass the page cache.
+    const IS_DIRECT: bool = false;
 
     fn opened(&self, file: &Arc<File>, path: &Path, access: Access) -> Self::State;
     /// See [`Io::target`]; `range` is not empty and lies inside the file.
@@ -223,21 +225,32 @@ impl<T: Transfer> Io for Local<T> {
     }
 
     fn disk_warnings(&self, dir: &Path) -> Vec<String> {
-        let warning = match os::file_system(dir) {
-            Ok(FileSystem::Tmpfs) => "is on tmpfs, which is memory: nothing survives a reboot",
+        let kind = match os::file_system(dir) {
+            Ok(FileSystem::Tmpfs) => {
+                Some("is on tmpfs, which is memory: nothing survives a reboot")
+            }
             Ok(FileSystem::Nfs) => {
-                "is on NFS: locks and syncs may not hold, and maps stall with the network"
+                Some("is on NFS: locks and syncs may not hold, and maps stall with the network")
             }
-            Ok(FileSystem::Plan9) => {
+            Ok(FileSystem::Plan9) => Some(
                 "is on 9p/drvfs (a Windows folder seen from WSL2?): slow, and syncs may not hold; \
-                 move it into the Linux file system"
-            }
-            Ok(FileSystem::Btrfs) => {
-                "is on btrfs: no-copy-on-write was asked for; a mount that refuses it fragments"
-            }
-            Ok(FileSystem::Ordinary) | Err(_) => return Vec::new(),
+                 move it into the Linux file system",
+            ),
+            Ok(FileSystem::Btrfs) => Some(
+                "is on btrfs: no-copy-on-write was asked for; a mount that refuses it fragments",
+            ),
+            Ok(FileSystem::Ordinary) | Err(_) => None,
         };
-        vec![format!("{} {warning}", dir.display())]
+        let lacks = os::lacks(dir).ok();
+        let direct = lacks.filter(|lacks| lacks.direct && T::IS_DIRECT).map(|_| {
+            "is on a file system without direct I/O: --io direct goes through the page cache there"
+        });
+        let allocation = lacks.filter(|lacks| lacks.allocation).map(|_| {
+            "is on a file system that allocates no space ahead: files are filled with zeroes, and a \
+             full disk may show in the middle of a step"
+        });
+        let warnings = [kind, direct, allocation].into_iter().flatten();
+        warnings.map(|warning| format!("{} {warning}", dir.display())).collect()
     }
 
     fn lock(&self, path: &Path, kind: LockKind) -> Result<Option<Lock>, IoError> {

@@ -204,6 +204,37 @@ fn write_zeroes(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// What a file system cannot do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Lacks {
+    pub(crate) direct: bool,
+    pub(crate) allocation: bool,
+}
+
+/// What the file system of `dir` lacks, by a file that never gets a name; an error where that tells
+/// nothing.
+#[cfg(target_os = "linux")]
+pub(crate) fn lacks(dir: &Path) -> io::Result<Lacks> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let nameless = |flags| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE | flags).open(dir)
+    };
+    let file = nameless(0)?;
+    // SAFETY: plain call on a descriptor that `file` keeps open.
+    let allocated = check(unsafe { libc::fallocate(fd(&file), 0, 0, PAGE_BYTES as libc::off_t) });
+    let is = |error: io::Error, number| error.raw_os_error() == Some(number);
+    Ok(Lacks {
+        direct: nameless(libc::O_DIRECT).is_err_and(|error| is(error, libc::EINVAL)),
+        allocation: allocated.is_err_and(|error| is(error, libc::EOPNOTSUPP)),
+    })
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn lacks(_: &Path) -> io::Result<Lacks> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
 /// The same file past the page cache; `None` where the file system cannot.
 pub(crate) fn open_direct(file: &File) -> Option<File> {
     #[cfg(target_os = "linux")]
@@ -510,7 +541,9 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     #[cfg(target_os = "linux")]
     {
         let data = statfs(path)?;
-        Ok(data.f_bavail.saturating_mul(data.f_bsize as u64))
+        // A file system of no size does not tell.
+        let available = data.f_bavail.saturating_mul(data.f_bsize as u64);
+        Ok(if data.f_blocks == 0 { u64::MAX } else { available })
     }
     #[cfg(not(target_os = "linux"))]
     {
