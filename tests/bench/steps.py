@@ -26,6 +26,7 @@ HERE = pathlib.Path(__file__).resolve().parents[2]
 # hidden, ffn, layers, heads, kv heads, vocabulary, tied
 SHAPES = {
     "smollm2": (576, 1536, 30, 9, 3, 49152, True),
+    "layouts": (576, 1536, 30, 9, 3, 49152, True),
     "380m": (1024, 2816, 24, 16, 8, 32000, True),
     "1.1b": (2048, 5632, 22, 32, 4, 32000, False),
     "3.2b": (3072, 8192, 28, 24, 8, 128256, True),
@@ -50,6 +51,10 @@ CASES = [
     ("depth-42", "f32", 2, 256, FUSED + ["--io", "direct", "--ram", "200M"]),
     ("depth-180", "f32", 2, 256, FUSED + ["--io", "direct", "--ram", "200M"]),
 ]
+# Bytes of the disk, with hardly any memory to keep them in.
+POLICIES = [FUSED, ["--update", "deferred"], ["--update", "speculative", "--clip", "global:1000000"]]
+CASES += [("layouts", layout, 2, 512, policy + ["--io", "direct", "--ram", "420M"])
+          for layout in ("f32", "split", "split8", "bf16sr8") for policy in POLICIES]
 SMALL = (64, 128, 2, 4, 2, 512, True)
 
 
