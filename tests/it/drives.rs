@@ -130,7 +130,7 @@ fn a_drive_that_is_not_there_is_named_and_nothing_is_touched() {
     for command in ["solo", "inspect", "verify", "snapshot"] {
         let mut args = vec![command, "--store", &store];
         args.extend((command == "snapshot").then_some("name"));
-        ftactor(&args).expect(5).says(&["layers/", "is that drive mounted?"]);
+        ftactor(&args).expect(5).says(&["layers/", &second, "is that drive mounted?"]);
     }
     fs::rename(&unplugged, &second).unwrap();
     assert_eq!(state(&store), then);
@@ -146,17 +146,63 @@ fn a_place_that_will_not_do_is_refused_and_nothing_is_left() {
     let inside = lab.path("store/inside");
     let twice = other.path("twice");
     let file = lab.write("file", "x");
+    let (dangling, around) = (lab.path("dangling"), lab.path("around"));
+    std::os::unix::fs::symlink(lab.path("nothing"), &dangling).unwrap();
+    std::os::unix::fs::symlink(Path::new(&twice).parent().unwrap(), &around).unwrap();
+    let around = format!("{around}/twice");
     for (spread, words) in [
-        (vec![full.as_str()], "is not empty"),
+        (vec![full.as_str()], "it is not empty"),
         (vec![&inside], "outside the store"),
         (vec![&twice, &twice], "outside the store and the others"),
-        (vec![&file], "file"),
+        (vec![&file], "it is a file"),
+        (vec![&lab.path("nowhere/../x")], "not there"),
+        (vec!["/proc/x"], "/proc/x"),
+        (vec![&dangling], "leads nowhere"),
+        (vec![&twice, &around], "outside the store and the others"),
     ] {
         let (store, made) = init(&lab, "store", &[&["--spread"], &spread[..]].concat());
-        assert!([2, 5].contains(&made.code), "{made:?}");
-        made.says(&[words]);
+        made.expect(2).says(&[words]);
         assert!(!Path::new(&store).exists(), "{spread:?}");
     }
     assert!(!Path::new(&twice).exists());
     assert_eq!(fs::read_dir(&full).unwrap().count(), 1);
+}
+
+/// A copy has links to the very same layers: training on them would destroy the original.
+#[test]
+fn a_copy_of_a_store_never_trains_on_its_layers_and_a_moved_one_takes_them_along() {
+    let (lab, other) = (Lab::new(), Other::new());
+    let text = lab.text("text.txt", 60);
+    let second = other.path("second");
+    let (store, made) = init(&lab, "store", &["--spread", &second]);
+    made.expect(0);
+    train(&store, &[&STEPS[..], &["--data", &text]].concat()).expect(0);
+    let then = state(&store);
+    let copy = lab.path("copy");
+    let copied = std::process::Command::new("cp").args(["-r", &store, &copy]).status().unwrap();
+    assert!(copied.success());
+    let copied = fs::read_link(format!("{copy}/layers/embed")).is_ok() || !away(&copy).is_empty();
+    assert!(copied, "links were copied");
+    train(&copy, &["--steps", "9"]).expect(2).says(&[
+        &second,
+        &store,
+        "is a copy",
+        "ftactor convert",
+    ]);
+    ftactor(&["verify", "--store", &store]).expect(0);
+    assert_eq!(state(&store), then);
+    // Reading is fine, and the way to a copy of its own.
+    let out = lab.path("out");
+    ftactor(&["convert", "--store", &copy, "--layout", "f32", "--out", &out]).expect(0);
+    assert_eq!(state(&out), then);
+    // The original goes on wherever it is moved to.
+    fs::remove_dir_all(&copy).unwrap();
+    let moved = lab.path("moved");
+    fs::rename(&store, &moved).unwrap();
+    train(&moved, &["--steps", "9"]).expect(0);
+    let mark = fs::read_to_string(format!("{second}/ftactor-store")).unwrap();
+    assert_eq!(mark.trim_end(), moved);
+    // Nothing is made among its layers.
+    let (_, made) = init(&lab, "inside", &["--spread", &format!("{second}/more")]);
+    made.expect(2).says(&["has the layers of a store"]);
 }

@@ -7,7 +7,10 @@ use std::sync::Arc;
 use actors::Forward;
 use anyhow::Context;
 use compute::ComputeDtype;
-use convert::{Destination, Dtype, Init, InitTokenizer, Report, export_hf, import_gguf, import_hf};
+use convert::{
+    ConvertError, Destination, Dtype, Init, InitTokenizer, Report, export_hf, import_gguf,
+    import_hf,
+};
 use data::Tokenizer;
 use model::{Budget, ModelConfig, StateLayout};
 use serde_json::json;
@@ -42,8 +45,12 @@ pub(crate) fn init(args: &InitArgs) -> anyhow::Result<ExitCode> {
     let what = Init { config_json: &config_json, tokenizer, tokenizer_vocab, seed: args.seed };
     let to = destination(&args.store, args.layout, &args.spread)?;
     let bar = ByteBar::new("initialise");
-    let report = convert::init(&what, &to, &mut |done, total| bar.at(done, total))
-        .with_context(|| args.config.display().to_string())?;
+    let made = convert::init(&what, &to, &mut |done, total| bar.at(done, total));
+    let report = made.map_err(|error| match error {
+        // It names its own file.
+        ConvertError::Store(error) => anyhow::Error::new(error),
+        error => anyhow::Error::new(error).context(args.config.display().to_string()),
+    })?;
     drop(bar);
     say_made(&to, &report);
     Ok(ExitCode::SUCCESS)
@@ -94,7 +101,7 @@ fn destination<'d>(
     layout: StateLayout,
     spread: &SpreadArgs,
 ) -> anyhow::Result<Destination<'d>> {
-    let spread = drives::measured(dir, &spread.spread)?;
+    let spread = drives::measured(dir, &spread.spread, None)?;
     Ok(Destination { io: machine::engine(u64::MAX), dir, layout, spread })
 }
 

@@ -4,7 +4,7 @@
 //! ends the process at once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::exit;
 use crate::out::errln;
@@ -29,7 +29,9 @@ impl Interrupt {
                 errln!("stopped before the first step");
                 std::process::exit(i32::from(exit::INTERRUPTED));
             }
-            errln!("stopping after the next commit; once more stops at once");
+            errln!(
+                "stopping after the next commit; once more stops at once, without what is not committed"
+            );
             asked.request();
             signal().await;
             std::process::exit(i32::from(exit::INTERRUPTED));
@@ -69,10 +71,29 @@ async fn signal() {
     let Ok(mut terminate) = signal(SignalKind::terminate()) else {
         return std::future::pending().await;
     };
+    // A closed terminal, but for who asked with nohup to outlive it.
+    let mut hangup = if ignored_hangup() { None } else { signal(SignalKind::hangup()).ok() };
+    let hung_up = async {
+        match &mut hangup {
+            Some(hangup) => hangup.recv().await,
+            None => std::future::pending().await,
+        }
+    };
     tokio::select! {
         _ = tokio::signal::ctrl_c() => {}
         _ = terminate.recv() => {}
+        _ = hung_up => {}
     }
+}
+
+/// Whether this process was started so that hang-ups are ignored; asked before anybody listens.
+fn ignored_hangup() -> bool {
+    static IGNORED: OnceLock<bool> = OnceLock::new();
+    *IGNORED.get_or_init(|| {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0) & 1 == 1
+    })
 }
 
 #[cfg(test)]

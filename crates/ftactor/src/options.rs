@@ -106,12 +106,12 @@ pub(crate) struct TrainOptions {
     pub(crate) io: Option<IoChoice>,
     /// Keep the input of every so-many-th layer and compute what lies between once more on the way back:
     /// less memory or disk for activations, more reads of weights [default: 1]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = at_least_one)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) recompute_interval: Option<usize>,
     /// Commit every so many steps: between commits RAM may hold what is new, the disk is written less,
     /// and a crash takes back up to so many steps [default: 1]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) commit_every: Option<u64>,
     /// What happens when loss, gradient or update is not finite, or the loss spikes: the run ends, or
@@ -346,6 +346,11 @@ pub(crate) fn parse_every(text: &str) -> anyhow::Result<Every> {
             "--snapshot-every {text}: expected a number of steps or epochs, e.g. 500 or 1epochs"
         )),
     }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| *number > 0);
+    number.ok_or_else(|| "expected a number of layers, at least 1".into())
 }
 
 /// In a file `snapshot-every = 500` is as good as `"500"`.

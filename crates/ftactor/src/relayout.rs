@@ -32,7 +32,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> anyhow::Result<ExitCode> {
         layout: args.layout,
         files: store.model_files()?,
         defaults: store.defaults().clone(),
-        spread: drives::measured(&args.out, &args.spread.spread)?,
+        spread: drives::measured(&args.out, &args.spread.spread, Some(store.dir()))?,
     };
     let run = store.read_run()?;
     let mut writer = store::create(machine::engine(u64::MAX), &args.out, &new)?;

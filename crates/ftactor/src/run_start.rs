@@ -264,8 +264,14 @@ pub(crate) fn limits(
     let workspace = |tiling| workspace(config, layout, record, tiling);
     let at = |shape| Limits::new(table, layout, shape, workspace, wait, interval, ram_bytes);
     at(shape).map_err(|error| match error {
-        BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } if record.micro_rows > 1 => {
-            let remedy = String::from(" or choose a smaller --micro-rows");
+        BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } => {
+            let smaller = [
+                (record.micro_rows > 1, "--micro-rows"),
+                (interval > 1, "--recompute-interval, whose layers' inputs are in RAM at once"),
+            ];
+            let smaller = smaller.into_iter().filter(|(helps, _)| *helps);
+            let remedy = smaller.map(|(_, option)| format!(" or choose a smaller {option}"));
+            let remedy = remedy.collect();
             BudgetError::TooSmall { given_bytes, needed_bytes, parts, remedy }.into()
         }
         other => other.into(),

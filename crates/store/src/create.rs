@@ -23,7 +23,7 @@ use twox_hash::XxHash3_64;
 
 use crate::StoreError;
 use crate::chunk::StateChunk;
-use crate::drives::Spread;
+use crate::drives::{MARK_FILE, Spread, mark_as};
 use crate::files;
 use crate::hashes::{self, ChunkHashes, chunk_count, hash, layer_hashes};
 use crate::io::{Access, Io, IoError, Lock, LockKind, Op, fan_in, wait};
@@ -213,6 +213,11 @@ impl StoreWriter {
                 None => self.create_dir(&home)?,
                 Some(other) => {
                     self.create_dir(other)?;
+                    if !self.away.contains(other) {
+                        let mark = other.join(MARK_FILE);
+                        self.created.push((mark.clone(), Made::File));
+                        mark_as(&*self.io, &mark, &self.dir)?;
+                    }
                     let away = other.join(&layer.name);
                     self.create_dir(&away)?;
                     self.io.symlink(&away, &home)?;
@@ -497,7 +502,7 @@ fn check_empty(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
     let what = if io.exists(&dir.join(STORE_FILE))? {
         "holds a store (or an unfinished one) already; choose another directory or remove it"
     } else {
-        "is not empty; choose another directory"
+        "is not empty (what is left of a store that is gone can be removed); choose another directory"
     };
     Err(StoreError::Invalid(format!("{} {what}", dir.display())))
 }

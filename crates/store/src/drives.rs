@@ -3,7 +3,9 @@
 //!
 //! Invariants:
 //! - a layer's slots, and what snapshots keep of it, lie on one drive;
-//! - a drive that is not there is named before anything is read as missing.
+//! - a drive that is not there is named before anything is read as missing;
+//! - beside a store's layers a mark says where the store is: a copy of the store, which has links to the
+//!   very same layers, never trains on them.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -11,8 +13,9 @@ use std::path::{Path, PathBuf};
 use model::{LayerId, LayerTable};
 
 use crate::StoreError;
+use crate::files;
 use crate::io::{Io, IoError};
-use crate::layout::LAYERS_DIR;
+use crate::layout::{LAYERS_DIR, STORE_FILE};
 use crate::training::Room;
 
 /// Directories that the layers of a new store are spread over, and how fast each is beside the others.
@@ -70,6 +73,20 @@ impl Spread {
     }
 }
 
+/// Says beside layers on another drive where their store is.
+pub const MARK_FILE: &str = "ftactor-store";
+
+fn mark_beside(link: &Path) -> PathBuf {
+    // Through the link, then up: where it leads to.
+    link.join("..").join(MARK_FILE)
+}
+
+/// Writes a mark.
+pub(crate) fn mark_as(io: &dyn Io, mark: &Path, store: &Path) -> Result<(), IoError> {
+    let store = std::path::absolute(store).unwrap_or_else(|_| store.to_owned());
+    files::replace(io, mark, format!("{}\n", store.display()).as_bytes())
+}
+
 /// Where a store's layers are.
 #[derive(Clone, Debug)]
 pub(crate) struct Drives {
@@ -111,7 +128,12 @@ impl Drives {
             }
             let path = store.join(LAYERS_DIR).join(&layer.name);
             if !io.exists(&path)? {
-                let what = "it leads to a directory that is not there: is that drive mounted?";
+                let target = io.link_target(&path).unwrap_or_default();
+                let what = format!(
+                    "{} is not there: is that drive mounted? If it was moved, make the links in \
+                     layers/ lead to where it is now",
+                    target.display()
+                );
                 let source = std::io::Error::new(ErrorKind::NotFound, what);
                 return Err(
                     IoError::new("reach a layer on another drive through", &path, source).into()
@@ -129,6 +151,45 @@ impl Drives {
             }
         }
         Ok(drives)
+    }
+
+    /// Refuses a copy of the store that the layers on other drives belong to, and takes them over from
+    /// one that is not where it was.
+    pub(crate) fn claim(
+        &self,
+        io: &dyn Io,
+        store: &Path,
+        table: &LayerTable,
+    ) -> Result<(), StoreError> {
+        let away = table.layers().iter().filter(|layer| self.is_away(layer.id));
+        let mut claimed = Vec::new();
+        for layer in away {
+            let link = store.join(LAYERS_DIR).join(&layer.name);
+            let beside = io.link_target(&link).and_then(|target| Some(target.parent()?.to_owned()));
+            let Some(beside) = beside.filter(|dir| !claimed.contains(dir)) else { continue };
+            let mark = mark_beside(&link);
+            let owner =
+                if io.exists(&mark)? { files::read_text(io, &mark)? } else { String::new() };
+            let owner = PathBuf::from(owner.trim_end());
+            let (own, other) = (store.join(STORE_FILE), owner.join(STORE_FILE));
+            let elsewhere = !owner.as_os_str().is_empty() && io.exists(&other)?;
+            if elsewhere && !io.is_same(&own, &other)? {
+                let what = format!(
+                    "the layers in {} belong to the store {}, of which {} is a copy: copy a store \
+                     with `ftactor convert`. If that is wrong, remove {}",
+                    beside.display(),
+                    owner.display(),
+                    store.display(),
+                    beside.join(MARK_FILE).display()
+                );
+                return Err(StoreError::Invalid(what));
+            }
+            if !elsewhere {
+                mark_as(io, &mark, store)?;
+            }
+            claimed.push(beside);
+        }
+        Ok(())
     }
 
     pub(crate) fn is_away(&self, layer: LayerId) -> bool {

@@ -37,7 +37,7 @@ mod unsaved;
 
 pub use chunk::{ChunkHasher, StateChunk};
 pub use create::{NewStore, StoreWriter, create};
-pub use drives::Spread;
+pub use drives::{MARK_FILE, Spread};
 pub use error::{Done, StoreError, blocking, show_bytes};
 pub use hashes::{ChunkHashes, LayerHashes, hash};
 pub use io::{

@@ -34,9 +34,11 @@ pub fn measure_disk(io: &Arc<dyn Io>, dir: &Path, bytes: u64) -> Result<DiskRate
     }
     let path = dir.join(format!("ftactor-bench-{}.tmp", std::process::id()));
     let file = io.create(&path, bytes)?;
+    // Without a name it goes with the process, whatever ends that.
+    let unnamed = io.unlink(&path);
     let measured = measure(io, file, (bytes as usize / CHUNK_BYTES).max(4));
     io.close(file);
-    io.unlink(&path)?;
+    unnamed?;
     Ok(measured?)
 }
 

@@ -383,9 +383,11 @@ fn remove_away(io: &dyn Io, dir: &Path) -> Result<(), StoreError> {
         let away = store.join(away_dir(&layer, &name.to_string_lossy()));
         if io.exists(&away)? {
             files::remove_ours(io, &away, |_| true)?;
-            match io.remove_dir(&away) {
-                Err(error) if error.source.kind() == ErrorKind::DirectoryNotEmpty => {}
-                removed => removed?,
+            for dir in away.ancestors().take(2) {
+                match io.remove_dir(dir) {
+                    Err(error) if error.source.kind() == ErrorKind::DirectoryNotEmpty => break,
+                    removed => removed?,
+                }
             }
         }
     }

@@ -89,6 +89,7 @@ impl TrainingStore {
         let mut recovery = found.recovery;
         let table = &found.layout.table;
         let drives = Drives::find(&*io, dir, table)?;
+        drives.claim(&*io, dir, table)?;
         for other in &drives.paths()[1..] {
             recovery.warnings.extend(io.disk_warnings(other));
         }

@@ -335,6 +335,10 @@ impl Io for Faulty {
         self.inner.symlink(target, path)
     }
 
+    fn link_target(&self, path: &Path) -> Option<PathBuf> {
+        self.inner.link_target(path)
+    }
+
     fn drive(&self, path: &Path) -> Result<u64, IoError> {
         self.inner.drive(path)
     }

@@ -204,6 +204,10 @@ impl Io for Injected {
         self.inner.symlink(target, path)
     }
 
+    fn link_target(&self, path: &Path) -> Option<PathBuf> {
+        self.inner.link_target(path)
+    }
+
     fn drive(&self, path: &Path) -> Result<u64, IoError> {
         self.pass("drive", path)?;
         self.inner.drive(path)

@@ -198,6 +198,10 @@ impl<T: Transfer> Io for Local<T> {
         os::symlink(target, path).map_err(|e| IoError::new("make the symbolic link", path, e))
     }
 
+    fn link_target(&self, path: &Path) -> Option<PathBuf> {
+        fs::read_link(path).ok()
+    }
+
     fn drive(&self, path: &Path) -> Result<u64, IoError> {
         os::drive(path).map_err(|e| IoError::new("look for the drive of", path, e))
     }

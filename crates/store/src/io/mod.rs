@@ -190,6 +190,10 @@ pub trait Io: Send + Sync + fmt::Debug + 'static {
     fn is_link(&self, path: &Path) -> Result<bool, IoError>;
     /// Makes `path` a symbolic link to `target`.
     fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError>;
+    /// Where a symbolic link leads, for messages.
+    fn link_target(&self, _path: &Path) -> Option<PathBuf> {
+        None
+    }
     /// A number that tells file systems apart: of the one that `path` leads to.
     fn drive(&self, path: &Path) -> Result<u64, IoError>;
     /// Whether two names are of one file; no if either is missing.

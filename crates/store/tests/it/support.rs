@@ -1,7 +1,7 @@
 //! A tiny model, contents that follow from the step, and a stand-in for an optimizer step.
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -268,6 +268,10 @@ impl Io for HeldSyncs {
 
     fn symlink(&self, target: &Path, path: &Path) -> Result<(), IoError> {
         self.inner.symlink(target, path)
+    }
+
+    fn link_target(&self, path: &Path) -> Option<PathBuf> {
+        self.inner.link_target(path)
     }
 
     fn drive(&self, path: &Path) -> Result<u64, IoError> {
