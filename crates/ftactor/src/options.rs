@@ -109,8 +109,8 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_name = "K", value_parser = at_least_one)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) recompute_interval: Option<usize>,
-    /// Commit every so many steps: between commits RAM may hold what is new, the disk is written less,
-    /// and a crash takes back up to so many steps [default: 1]
+    /// Commit every so many steps: what is new stays in RAM where that has room, and a crash takes back
+    /// up to so many steps [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) commit_every: Option<u64>,
