@@ -476,10 +476,8 @@ impl TrainingStore {
     pub fn write_run(&self, text: &str) -> Result<(), StoreError> {
         self.inner.check_poison()?;
         let path = self.inner.dir.join(RUN_FILE);
-        files::replace(&*self.inner.io, &path, text.as_bytes()).map_err(|error| {
-            self.inner.poison_if_lost(&error);
-            error.into()
-        })
+        let written = files::replace(&*self.inner.io, &path, text.as_bytes());
+        written.map_err(|error| self.inner.explained(error))
     }
 
     /// Allocates a file of `bytes` in `scratch/`. Blocks.

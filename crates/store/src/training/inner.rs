@@ -131,6 +131,17 @@ impl Inner {
         self.check_poison()
     }
 
+    /// A failure in the store's directory; of one that is gone it is told that it is.
+    pub(super) fn explained(&self, error: IoError) -> StoreError {
+        if error.source.kind() == io::ErrorKind::NotFound
+            && let Err(moved) = self.check_place()
+        {
+            return moved;
+        }
+        self.poison_if_lost(&error);
+        error.into()
+    }
+
     /// Passes the last commit to `act`, while which no slot gets other files, nor its first write.
     pub(crate) fn while_slots_stay<T>(&self, act: impl FnOnce(State) -> T) -> T {
         let _one = held(&self.readying);
@@ -306,7 +317,7 @@ impl Inner {
         };
         // An earlier removal may not be durable yet, so an absent index is synced as well.
         let removed = unlinked.and_then(|()| self.io.sync_dir(&self.dir));
-        removed.inspect_err(|error| self.poison_if_lost(error))?;
+        removed.map_err(|error| self.explained(error))?;
         *may_have_index = false;
         Ok(())
     }
