@@ -130,8 +130,7 @@ fn every_budget_that_fits_gives_the_same_bits() {
         let text = lab.text("text.txt", 60);
         let probe = lab.store("probe", model, 3);
         let args = [&STEPS[..], &["--micro-rows", "1", "--data", &text]].concat();
-        let refused = train(&probe, &[&args[..], &["--ram", "64K"]].concat()).expect(4);
-        let needed = number_after(&refused.stderr, "needs at least ");
+        let needed = least_ram(&probe, &args);
         let too_small = (needed - 1).to_string();
         train(&probe, &[&args[..], &["--ram", &too_small]].concat()).expect(4);
         let least = needed.to_string();
@@ -204,9 +203,8 @@ fn how_many_inputs_are_kept_changes_no_bits() {
         // Whole layers, blocks of them, and what the least memory takes to the disk.
         let least = |interval: &str| {
             let store = lab.store(&format!("probe{interval}"), model, 3);
-            let more = ["--ram", "64K", "--recompute-interval", interval, "--data", &text];
-            let refused = train(&store, &[&STEPS[..], &micro, &more].concat()).expect(4);
-            number_after(&refused.stderr, "needs at least ").to_string()
+            let more = ["--recompute-interval", interval, "--data", &text];
+            least_ram(&store, &[&STEPS[..], &micro, &more].concat()).to_string()
         };
         let (two, three) = (least("2"), least("3"));
         let ways: &[&[&str]] = &[
@@ -241,8 +239,7 @@ fn every_budget_between_the_least_and_plenty_suffices() {
     for interval in ["1", "2"] {
         let store = lab.store(&format!("probe{interval}"), model, 3);
         let how = ["--recompute-interval", interval, "--io", "direct"];
-        let refused = train(&store, &[&run[..], &how, &["--ram", "1K"]].concat()).expect(4);
-        let mut ram = number_after(&refused.stderr, "needs at least ");
+        let mut ram = least_ram(&store, &[&run[..], &how].concat());
         for at in 0..8 {
             let store = lab.store(&format!("store{interval}-{at}"), model, 3);
             let budget = ["--ram", &ram.to_string()];
@@ -253,6 +250,13 @@ fn every_budget_between_the_least_and_plenty_suffices() {
             ram += ram / 4;
         }
     }
+}
+
+/// The bytes that a run of these options asks for at least.
+#[track_caller]
+pub(crate) fn least_ram(store: &str, args: &[&str]) -> u64 {
+    let refused = train(store, &[args, &["--ram", "1K"]].concat()).expect(4);
+    number_after(&refused.stderr, "needs at least ")
 }
 
 pub(crate) fn number_after(text: &str, words: &str) -> u64 {

@@ -31,6 +31,14 @@ fn init(lab: &Lab, name: &str, more: &[&str]) -> (String, Ran) {
     (store, made)
 }
 
+/// A store with a drive beside its own, and a text; the other drive's directory.
+fn on_two(lab: &Lab, other: &Other) -> (String, String, String) {
+    let (text, second) = (lab.text("text.txt", 60), other.path("second"));
+    let (store, made) = init(lab, "store", &["--spread", &second]);
+    made.expect(0);
+    (store, text, second)
+}
+
 /// Names of layers whose directories are links, and where those lead.
 fn away(store: &str) -> Vec<(String, PathBuf)> {
     let mut all: Vec<_> = fs::read_dir(format!("{store}/layers"))
@@ -89,10 +97,7 @@ fn layers_on_two_drives_train_to_the_same_bits() {
 #[test]
 fn snapshots_stay_on_the_layers_drive() {
     let (lab, other) = (Lab::new(), Other::new());
-    let text = lab.text("text.txt", 60);
-    let second = other.path("second");
-    let (store, made) = init(&lab, "store", &["--spread", &second]);
-    made.expect(0);
+    let (store, text, second) = on_two(&lab, &other);
     let before = files_below(&second);
     let three = [&STEPS[..], &["--steps", "3", "--data", &text]].concat();
     train(&store, &three[2..]).expect(0);
@@ -120,10 +125,7 @@ fn snapshots_stay_on_the_layers_drive() {
 #[test]
 fn a_drive_that_is_not_there_is_named_and_nothing_is_touched() {
     let (lab, other) = (Lab::new(), Other::new());
-    let text = lab.text("text.txt", 60);
-    let second = other.path("second");
-    let (store, made) = init(&lab, "store", &["--spread", &second]);
-    made.expect(0);
+    let (store, text, second) = on_two(&lab, &other);
     train(&store, &[&STEPS[..], &["--data", &text]].concat()).expect(0);
     let (then, unplugged) = (state(&store), other.path("unplugged"));
     fs::rename(&second, &unplugged).unwrap();
@@ -172,10 +174,7 @@ fn a_place_that_will_not_do_is_refused_and_nothing_is_left() {
 #[test]
 fn a_copy_of_a_store_never_trains_on_its_layers_and_a_moved_one_takes_them_along() {
     let (lab, other) = (Lab::new(), Other::new());
-    let text = lab.text("text.txt", 60);
-    let second = other.path("second");
-    let (store, made) = init(&lab, "store", &["--spread", &second]);
-    made.expect(0);
+    let (store, text, second) = on_two(&lab, &other);
     train(&store, &[&STEPS[..], &["--data", &text]].concat()).expect(0);
     let then = state(&store);
     let copy = lab.path("copy");

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::bits::number_after;
+use crate::bits::least_ram;
 use crate::lab::{FAMILIES, Lab, State, Tiny, events, ftactor, inspect, log, state, steps, train};
 
 const RUN: [&str; 11] = [
@@ -73,8 +73,7 @@ fn every_budget_gives_the_same_bits_with_locks() {
     let lab = Lab::new();
     let (probe, text) = (lab.store("probe", FAMILIES[1], 5), lab.text("text.txt", 60));
     let args = [&RUN[..], &[&text, "--lock", "embed,1"]].concat();
-    let refused = train(&probe, &[&args[..], &["--ram", "1K"]].concat()).expect(4);
-    let least = number_after(&refused.stderr, "needs at least ").to_string();
+    let least = least_ram(&probe, &args).to_string();
     for lock in ["embed,0", "1", "0,head"] {
         same_with(FAMILIES[1], lock, &[&["--ram", &least], &["--ram", "1G"]]);
     }

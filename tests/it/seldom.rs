@@ -8,7 +8,7 @@ use actors::{Clip, Event};
 use model::LayerId;
 use schedule::{AutoLock, End, Guard, Policy, Trip, Updates};
 
-use crate::bits::number_after;
+use crate::bits::least_ram;
 use crate::lab::{FAMILIES, Lab, Tiny, ftactor, kill, log, start_training, state, steps, train};
 use crate::rig::{Ask, Rig, Wrong, essence};
 
@@ -27,6 +27,11 @@ const STEPS: [&str; 10] = [
 
 /// Chunks of 4 MiB of which tiles and rows begin and end in the middle.
 const WIDE: Tiny = Tiny { family: "llama", tied: true, layers: 2, hidden: 960 };
+
+/// Options with the bytes that `some` stands for.
+fn filled_in<'w>(way: &[&'w str], some: &'w str) -> Vec<&'w str> {
+    way.iter().map(|word| if *word == "some" { some } else { *word }).collect()
+}
 
 #[test]
 fn how_often_a_run_commits_changes_no_bits() {
@@ -47,10 +52,8 @@ fn how_often_a_run_commits_changes_no_bits() {
         ];
         for (at, way) in runs.into_iter().enumerate() {
             let store = lab.store(&format!("store{at}"), model, seed as u64 + 70);
-            let refused = train(&store, &[&common[..], &["--ram", "64K"]].concat()).expect(4);
-            let some = (number_after(&refused.stderr, "needs at least ") + 150_000).to_string();
-            let way: Vec<&str> =
-                way.iter().map(|word| word.replace("some", &some).leak() as &str).collect();
+            let some = (least_ram(&store, &common) + 150_000).to_string();
+            let way = filled_in(way, &some);
             train(&store, &[&common[..], &way].concat()).expect(0);
             let end = state(&store);
             assert_eq!(end.0, 7);
@@ -80,11 +83,8 @@ fn chunks_that_wait_are_read_as_if_they_were_written() {
             let store = lab.path(&format!("store{at}"));
             ftactor(&["init", "--config", &config, "--store", &store, "--layout", layout])
                 .expect(0);
-            let refused = train(&store, &[&run[..], &["--ram", "64K"]].concat()).expect(4);
-            let some = number_after(&refused.stderr, "needs at least ") + (60 << 20);
-            let some = some.to_string();
-            let way: Vec<&str> =
-                way.iter().map(|word| if *word == "some" { &some } else { *word }).collect();
+            let some = (least_ram(&store, &run) + (60 << 20)).to_string();
+            let way = filled_in(way, &some);
             train(&store, &[&run[..], &way].concat()).expect(0);
             let end = state(&store);
             assert_eq!(end.0, 3);

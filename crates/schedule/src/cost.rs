@@ -191,16 +191,9 @@ mod tests {
         let bytes = |locked: &[bool]| {
             let shape = SHAPE;
             let limits = &limits;
-            let plan = StepPlan {
-                table: &table,
-                layout,
-                precision,
-                shape,
-                limits,
-                policy,
-                commit_every: 1,
-                locked,
-            };
+            let (table, commit_every) = (&table, 1);
+            let plan =
+                StepPlan { table, layout, precision, shape, limits, policy, commit_every, locked };
             plan.bytes()
         };
         let mut locked = vec![false; table.len()];
@@ -247,16 +240,9 @@ mod tests {
             let spare_bytes = (spare * layout.bytes(table.elements()) as f64) as usize;
             let limits = &Limits { spare_bytes, ..limits.unwrap() };
             let (shape, policy, locked) = (SHAPE, Policy::Fused, &locked[..]);
-            let plan = StepPlan {
-                table: &table,
-                layout,
-                precision,
-                shape,
-                limits,
-                policy,
-                commit_every: 1,
-                locked,
-            };
+            let (table, commit_every) = (&table, 1);
+            let plan =
+                StepPlan { table, layout, precision, shape, limits, policy, commit_every, locked };
             plan.bytes()
         };
         let (none, half, all) = (read(0.0), read(0.5), read(2.0));

@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use model::{
@@ -30,8 +30,8 @@ use crate::error::{Done, StoreError, blocking};
 use crate::files;
 use crate::hashes::{self, ChunkHashes, LayerHashes, layer_hashes};
 use crate::io::{
-    Access, AfterUse, Guard, Handle, Io, IoCounters, IoDone, IoError, LockKind, Op, Pool, Target,
-    fan_in, write_block,
+    Access, AfterUse, Guard, Handle, Io, IoCounters, IoDone, IoError, LockKind, Op, Target, fan_in,
+    write_block,
 };
 use crate::layout::{RUN_FILE, SCRATCH_DIR, STORE_FILE};
 use crate::log;
@@ -110,7 +110,7 @@ impl TrainingStore {
             drives,
             budget,
             allowance: Allowance::default(),
-            copiers: Pool::new("store-wait", COPIERS),
+            copiers: OnceLock::new(),
             layout: found.layout,
             config_json: found.config_json,
             slots: RwLock::new(open.slots),
@@ -527,9 +527,6 @@ fn weight_reads(
     let count = layout.weight_planes(precision).len();
     gather(count, Box::new(move |blocks| done(blocks.map(whole))))
 }
-
-/// Threads that copy chunks that wait.
-const COPIERS: usize = 2;
 
 /// Bytes that the log and small files may take between two looks at the disk.
 const RESERVE_BYTES: u64 = 16 << 20;

@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
 use model::{Budget, LayerId, Slot};
 
@@ -31,8 +31,8 @@ pub(crate) struct Inner {
     pub(super) budget: Budget,
     /// For chunks that wait to be saved.
     pub(super) allowance: Allowance,
-    /// Copy what waits to its readers.
-    pub(super) copiers: Pool,
+    /// Copy what waits to its readers, from the first time on.
+    pub(super) copiers: OnceLock<Pool>,
     pub(crate) layout: Layout,
     pub(super) config_json: String,
     pub(super) slots: RwLock<Vec<Pair>>,

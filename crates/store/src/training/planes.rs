@@ -10,8 +10,11 @@ use super::inner::Inner;
 use crate::error::Done;
 use crate::files;
 use crate::hashes::{self, ChunkHashes};
-use crate::io::{AfterUse, IoDone, IoError, Op, Part, Target, fan_in, write_block};
+use crate::io::{AfterUse, IoDone, IoError, Op, Part, Pool, Target, fan_in, write_block};
 use crate::slots::PlaneFile;
+
+/// Threads that copy chunks that wait.
+const COPIERS: usize = 2;
 
 /// Where bytes come from.
 enum Source {
@@ -116,7 +119,8 @@ impl Inner {
             }
         }
         if !copies.is_empty() {
-            self.copiers.run(move || copies.into_iter().for_each(copy));
+            let copiers = self.copiers.get_or_init(|| Pool::new("store-wait", COPIERS));
+            copiers.run(move || copies.into_iter().for_each(copy));
         }
     }
 
@@ -149,9 +153,7 @@ impl Inner {
         let block = self.io.keeping(file, range.start, block, &self.budget, after);
         write_block(&*self.io, file, range.start, &Arc::new(block), done);
     }
-}
 
-impl Inner {
     /// Hashes of all chunks of a slot.
     pub(super) fn written_chunks(&self, layer: LayerId, slot: Slot) -> Vec<ChunkHashes> {
         let chunks = self.tables()[layer.index()][slot as usize].complete();

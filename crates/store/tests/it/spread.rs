@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use model::StateLayout;
 use store::{
-    Injection, Io, NewStore, RollBack, Spread, StoreError, create, injected_engine, mmap_engine,
+    Injection, Io, NewStore, RollBack, Spread, StoreError, TrainingStore, create, injected_engine,
+    mmap_engine,
 };
 
 use crate::support::{CONFIG, assert_contents, open, read, table, train_step, value};
@@ -52,6 +53,16 @@ impl Places {
         let mut names: Vec<_> = links.map(|e| e.file_name().into_string().unwrap()).collect();
         names.sort();
         names
+    }
+
+    /// The store, whose `nth` call after its opening fails, and whether it did.
+    fn open_to_fail(&self, nth: u64) -> (TrainingStore, impl Fn() -> bool) {
+        let (io, calls) = failing(0);
+        drop(open(&io, &self.home).unwrap());
+        let nth = calls.load(Ordering::Relaxed) + nth;
+        let (io, calls) = failing(nth);
+        let (store, _) = open(&io, &self.home).unwrap();
+        (store, move || calls.load(Ordering::Relaxed) >= nth)
     }
 
     /// What snapshots keep on the other drive.
@@ -111,15 +122,9 @@ fn a_snapshot_that_fails_anywhere_is_no_snapshot_and_can_be_taken_again() {
         train_step(&store).unwrap();
         let step = store.state().step.0;
         store.close().unwrap();
-        let opening = {
-            let (io, calls) = failing(0);
-            drop(open(&io, &places.home).unwrap());
-            calls.load(Ordering::Relaxed)
-        };
-        let (io, calls) = failing(opening + nth);
-        let (store, _) = open(&io, &places.home).unwrap();
+        let (store, struck) = places.open_to_fail(nth);
         let taken = store.snapshot("s");
-        let struck = calls.load(Ordering::Relaxed) >= opening + nth;
+        let struck = struck();
         drop(store);
         let (store, _) = open(&calm(), &places.home).unwrap();
         let known = store.snapshots().unwrap().0.len();
@@ -152,15 +157,9 @@ fn a_removal_that_fails_anywhere_is_made_again_by_the_next_opening() {
             store.snapshot("s").unwrap();
         }
         store.close().unwrap();
-        let opening = {
-            let (io, calls) = failing(0);
-            drop(open(&io, &places.home).unwrap());
-            calls.load(Ordering::Relaxed)
-        };
-        let (io, calls) = failing(opening + nth);
-        let (store, _) = open(&io, &places.home).unwrap();
+        let (store, struck) = places.open_to_fail(nth);
         let removed = store.remove_snapshot("s");
-        let struck = calls.load(Ordering::Relaxed) >= opening + nth;
+        let struck = struck();
         drop(store);
         let (store, _) = open(&calm(), &places.home).unwrap();
         let known = store.snapshots().unwrap().0.len();
