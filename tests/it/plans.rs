@@ -67,12 +67,66 @@ fn sizes_and_configs_are_planned_in_all_layouts() {
     assert!(disk(2) * 2 < disk(0) * 102 / 100);
     let lab = Lab::new();
     let config = lab.write("config.json", FAMILIES[3].config());
-    let one = plan(&["--config", &config, "--layout", "split8", "--ram", "64K", "--seq-len", "32"]);
+    let tight = ["plan", "--config", &config, "--ram", "64K", "--seq-len", "32"];
+    let one = ftactor(&[&tight[..], &["--layout", "split8", "--json"]].concat()).expect(4).json();
     let [layout] = one["layouts"].as_array().unwrap().as_slice() else { panic!("{one}") };
     assert!(layout["refused"].as_str().unwrap().contains("too small"), "{layout}");
     assert!(layout["step"].is_null());
-    let shown = ftactor(&["plan", "--config", &config, "--ram", "64K", "--seq-len", "32"]);
-    assert!(shown.expect(0).stdout.contains("raise --ram"));
+    let shown = ftactor(&tight).expect(4).stdout;
+    let refusals = shown.matches("raise --ram to ").count();
+    assert_eq!((refusals, shown.matches("smaller --batch-rows").count()), (4, 4), "{shown}");
+}
+
+/// What is given wins; what a run froze comes next; a run that goes on has its rows.
+#[test]
+fn a_store_is_planned_and_measured_as_its_run_goes() {
+    let lab = Lab::new();
+    let (store, text) = lab.store_and_text();
+    let of_run = ["--seq-len", "48", "--batch-rows", "6", "--micro-rows", "3", "--steps", "4"];
+    train(&store, &[&of_run[..], &["--data", &text]].concat()).expect(0);
+    let here = ["plan", "--store", &store];
+    let tokens = |more: &[&str]| plan(&[&here[1..], more].concat())["tokens_per_step"].clone();
+    assert_eq!((tokens(&[]), tokens(&["--batch-rows", "5"])), (288.into(), 240.into()));
+    let rows = |args: &[&str]| {
+        let args = [args, &["--store", &store, "--data", &text, "--json"]].concat();
+        ftactor(&args).expect(0).json()
+    };
+    let seen = rows(&["data"]);
+    assert_eq!(seen["seq_len"], 48);
+    assert_eq!(rows(&["eval"])["rows"], seen["rows"]);
+    assert_eq!(rows(&["data", "--seq-len", "16"])["seq_len"], 16);
+
+    let refused = |args: &[&str]| {
+        let refused = ftactor(&[args, &["--ram", "64K"]].concat()).expect(4);
+        refused.stdout + &refused.stderr
+    };
+    let goes_on = refused(&here);
+    assert!(goes_on.contains("raise --ram to") && !goes_on.contains("--batch-rows"), "{goes_on}");
+    assert!(refused(&[&here[..], &["--lr", "1"]].concat()).contains("--batch-rows"));
+    let begun = ["solo", "--store", &store, "--metrics", "off", "--steps", "9"];
+    let goes_on = refused(&begun);
+    assert!(goes_on.contains("raise --ram to") && !goes_on.contains("--batch-rows"), "{goes_on}");
+}
+
+/// Gradients that wait on the disk for their norm move more than is saved, unless there is room.
+#[test]
+fn commits_that_are_seldom_for_nothing_are_told() {
+    let lab = Lab::new();
+    let wide = Tiny { family: "llama", tied: false, layers: 3, hidden: 96 };
+    let (config, text) = (lab.write("wide.json", wide.config()), lab.text("text.txt", 30));
+    let store = lab.path("store");
+    ftactor(&["init", "--config", &config, "--store", &store]).expect(0);
+    let run = ["--seq-len", "32", "--batch-rows", "2", "--steps", "2", "--commit-every", "2"];
+    let of_run = plan(&[&["--store", &store][..], &run].concat());
+    let least = of_run["layouts"][0]["least_ram_bytes"].to_string();
+    let seldom = |ram: &str| {
+        let step = [&["--store", &store, "--ram", ram][..], &run].concat();
+        plan(&step)["layouts"][0]["note"].clone()
+    };
+    assert!(seldom(RAM).is_null());
+    assert!(seldom(&least).as_str().unwrap().contains("--commit-every 2 moves"));
+    let tight = [&run[..], &["--ram", &least, "--data", &text]].concat();
+    train(&store, &tight).expect(0).says(&["--commit-every 2 moves"]);
 }
 
 #[test]

@@ -154,11 +154,13 @@ pub(crate) struct InitArgs {
     /// A Hugging Face config.json; model_type and sizes suffice
     #[arg(long, value_name = "FILE")]
     pub(crate) config: PathBuf,
+    /// The store to make: a directory, new or empty
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
     /// A tokenizer.json, a directory that holds one, or `bytes`
     #[arg(long, value_name = "PATH|bytes", default_value = "bytes")]
     pub(crate) tokenizer: String,
+    /// Of the random weights
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     #[arg(long, value_name = "LAYOUT", default_value_t, help = LAYOUT_HELP)]
@@ -172,6 +174,7 @@ pub(crate) struct ImportArgs {
     /// A Hugging Face directory or FILE.gguf
     #[arg(value_name = "SRC")]
     pub(crate) source: PathBuf,
+    /// The store to make: a directory, new or empty
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
     #[arg(long, value_name = "LAYOUT", default_value_t, help = LAYOUT_HELP)]
@@ -182,24 +185,30 @@ pub(crate) struct ImportArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
+    /// The store to copy
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
     #[arg(long, value_name = "LAYOUT", help = LAYOUT_HELP)]
     pub(crate) layout: StateLayout,
+    /// The store to make: a directory, new or empty
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
     #[command(flatten)]
     pub(crate) spread: SpreadArgs,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
+    /// The store whose last commit is written
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// The directory to make, outside the store
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
+    /// Number format of the weights
     #[arg(long, value_enum, default_value_t = ExportDtype::F32)]
     pub(crate) dtype: ExportDtype,
 }
@@ -213,38 +222,46 @@ pub(crate) enum ExportDtype {
 
 #[derive(Debug, Args)]
 pub(crate) struct StoreArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct LayersArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
     /// e.g. embed,0-11,head
     #[arg(value_name = "LAYERS")]
     pub(crate) layers: String,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct SnapshotArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// Name of the snapshot
     #[arg(value_name = "NAME")]
     pub(crate) name: String,
     /// Remove the snapshot of this name instead
     #[arg(long)]
     pub(crate) remove: bool,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct RollbackArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
     /// A snapshot, or the commit before the last
@@ -253,14 +270,17 @@ pub(crate) struct RollbackArgs {
     /// Only these, e.g. embed,0-11,head: their contents and Adam steps, not the run's step
     #[arg(long, value_name = "LAYERS")]
     pub(crate) layers: Option<String>,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// The text to continue
     #[arg(long, value_name = "TEXT")]
     pub(crate) prompt: String,
     /// Tokens to write at most
@@ -272,42 +292,54 @@ pub(crate) struct GenerateArgs {
     /// 0 takes the most likely token
     #[arg(long, default_value_t = 0.8)]
     pub(crate) temperature: f64,
+    /// Of the random choices
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+    /// Threads for products [default: all cores]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct EvalArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// Text (.txt, .jsonl), token files (.npy) or directories of texts
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(crate) data: Vec<PathBuf>,
+    /// Tokens of a row [default: the run's, else the smaller of 1024 and the model's maximum]
     #[arg(long)]
     pub(crate) seq_len: Option<usize>,
     /// At most this many rows
     #[arg(long)]
     pub(crate) max_rows: Option<u64>,
+    /// Threads for products [default: all cores]
     #[arg(long)]
     pub(crate) threads: Option<usize>,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct DataArgs {
+    /// The store
     #[arg(long, value_name = "DIR")]
     pub(crate) store: PathBuf,
+    /// Text (.txt, .jsonl), token files (.npy) or directories of texts
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(crate) data: Vec<PathBuf>,
+    /// Tokens of a row [default: the run's, else the smaller of 1024 and the model's maximum]
     #[arg(long)]
     pub(crate) seq_len: Option<usize>,
     /// Rows to show decoded
     #[arg(long, default_value_t = 2)]
     pub(crate) show: u64,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -326,6 +358,7 @@ pub(crate) struct BenchArgs {
     /// Tokens of the two rows that layers are measured with
     #[arg(long, default_value_t = 512, hide = true, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) row_tokens: u64,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -352,6 +385,7 @@ pub(crate) struct PlanArgs {
     pub(crate) tbw: f64,
     #[command(flatten)]
     pub(crate) options: TrainOptions,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -361,6 +395,7 @@ pub(crate) struct SelftestArgs {
     /// The device to test
     #[arg(long, value_enum, default_value_t = crate::options::DeviceChoice::Auto)]
     pub(crate) device: crate::options::DeviceChoice,
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -338,7 +338,7 @@ pub(crate) fn eval(args: &EvalArgs) -> anyhow::Result<ExitCode> {
     let store = open(&args.store)?;
     store.check_weights()?;
     let config = config(&store)?;
-    let rows = rows(&args.store, &config, &args.data, args.seq_len)?;
+    let rows = rows(&store, &config, &args.data, args.seq_len)?;
     let mut forward = forward(&store, &config, args.threads)?;
     let result = text::evaluate(&mut forward, &rows, args.max_rows, &|| false)?;
     let result = result.unwrap_or_default();
@@ -363,7 +363,7 @@ pub(crate) fn eval(args: &EvalArgs) -> anyhow::Result<ExitCode> {
 pub(crate) fn data(args: &DataArgs) -> anyhow::Result<ExitCode> {
     let store = open(&args.store)?;
     let config = config(&store)?;
-    let rows = rows(&args.store, &config, &args.data, args.seq_len)?;
+    let rows = rows(&store, &config, &args.data, args.seq_len)?;
     let tokenizer = Tokenizer::load(&args.store)?;
     let summary = data::describe(&rows, Some(&tokenizer), args.show)?;
     if args.json {
@@ -406,17 +406,20 @@ fn config(store: &ReadingStore) -> anyhow::Result<ModelConfig> {
         .map_err(|e| Refused(format!("{}: {e}", store.dir().display())).into())
 }
 
+/// `data` in rows of `seq_len` tokens, else in those of the store's run.
 fn rows(
-    store: &Path,
+    store: &ReadingStore,
     config: &ModelConfig,
     data: &[PathBuf],
     seq_len: Option<usize>,
 ) -> anyhow::Result<data::Rows> {
-    let seq_len = seq_len.unwrap_or(config.max_positions.min(1024));
+    let run = store.read_run()?.and_then(|text| RunRecord::from_json(store.dir(), &text).ok());
+    let of_run = run.map(|run| run.seq_len);
+    let seq_len = seq_len.or(of_run).unwrap_or(config.max_positions.min(1024));
     if seq_len > config.max_positions || seq_len < 2 {
         return refuse(format!("--seq-len {seq_len}: expected 2 to {}", config.max_positions));
     }
-    text::eval_rows(store, config, data, seq_len)
+    text::eval_rows(store.dir(), config, data, seq_len)
 }
 
 /// The store's model on the CPU, with a budget for one microbatch of the model's full length.

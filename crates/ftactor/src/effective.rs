@@ -9,7 +9,7 @@ use model::ModelConfig;
 use store::ReadingStore;
 
 use crate::cli::SoloArgs;
-use crate::options::{ComputeDtype, DeviceChoice, IoChoice, TrainOptions, UpdateChoice};
+use crate::options::{DeviceChoice, IoChoice, TrainOptions, UpdateChoice};
 use crate::run_record::{Defaults, RunRecord};
 use crate::{demo, machine, run_start, solo};
 
@@ -55,66 +55,45 @@ impl Known {
 
 /// `given`, with all that is known filled in; refused as training would refuse it.
 fn effective(given: &TrainOptions, known: &Known) -> anyhow::Result<TrainOptions> {
-    // Whatever follows from these stand-ins is not taken over.
-    let defaults = known.defaults.unwrap_or(Defaults { max_positions: usize::MAX, lr: 1e-5 });
-    let record = match &known.run {
+    let frozen = match &known.run {
         Some(run) => {
             run_start::refuse_differences(&run.differences(given)?)?;
-            run.clone()
+            run.updates(given.update)?;
+            run.options()?
         }
-        None => {
-            let steps = given.steps.unwrap_or(1);
-            RunRecord::new(given, defaults, steps, Vec::new(), String::new())?
-        }
+        None => of_a_new_run(given, known.defaults)?,
     };
-    record.updates(given.update)?;
-    let mut all = given.clone();
-    if known.defaults.is_some() {
-        all.seq_len.get_or_insert(record.seq_len);
-        all.lr.get_or_insert(record.lr);
+    let mut all = given.over(&frozen)?;
+    if all.steps.is_none() && all.epochs.is_none() {
+        all.epochs = Some(1);
     }
-    all.batch_rows.get_or_insert(record.batch_rows);
-    if all.seq_len.is_some() {
-        all.micro_rows.get_or_insert(record.micro_rows);
-    }
-    fill_length(&mut all, known.run.as_ref());
-    if known.run.is_some() || all.steps.is_some() {
-        all.warmup_steps.get_or_insert(record.warmup_steps);
-    }
-    fill_constants(&mut all, record);
-    Ok(all)
-}
-
-fn fill_length(all: &mut TrainOptions, run: Option<&RunRecord>) {
-    if all.steps.is_some() || all.epochs.is_some() {
-        return;
-    }
-    match run {
-        Some(run) => all.steps = Some(run.steps),
-        None => all.epochs = Some(1),
-    }
-}
-
-/// What depends on nothing but the run.
-fn fill_constants(all: &mut TrainOptions, record: RunRecord) {
-    all.schedule.get_or_insert(record.schedule);
-    all.min_lr_ratio.get_or_insert(record.min_lr_ratio);
-    all.weight_decay.get_or_insert(record.weight_decay);
-    all.beta1.get_or_insert(record.beta1);
-    all.beta2.get_or_insert(record.beta2);
-    all.eps.get_or_insert(record.eps);
-    all.clip.get_or_insert(record.clip);
-    all.seed.get_or_insert(record.seed);
-    all.no_shuffle = record.no_shuffle;
-    all.guard.get_or_insert(record.guard);
-    all.loss_spike = all.loss_spike.or(record.loss_spike);
-    all.auto_lock = all.auto_lock.take().or(record.auto_lock);
     all.update.get_or_insert(UpdateChoice::Auto);
     all.device.get_or_insert(DeviceChoice::Auto);
-    all.compute_dtype.get_or_insert(ComputeDtype::F32);
     all.io.get_or_insert(IoChoice::Auto);
     all.commit_every.get_or_insert(1);
     all.recompute_interval.get_or_insert(1);
+    Ok(all)
+}
+
+/// What a new run with `given` would freeze, as far as that is known; `defaults` are the store's.
+fn of_a_new_run(given: &TrainOptions, defaults: Option<Defaults>) -> anyhow::Result<TrainOptions> {
+    // Whatever follows from these stand-ins is not taken over.
+    let stand_ins = Defaults { max_positions: usize::MAX, lr: 1e-5 };
+    let steps = given.steps.unwrap_or(1);
+    let record =
+        RunRecord::new(given, defaults.unwrap_or(stand_ins), steps, Vec::new(), String::new())?;
+    record.updates(given.update)?;
+    let mut frozen = record.options()?;
+    if defaults.is_none() {
+        (frozen.seq_len, frozen.lr) = (given.seq_len, given.lr);
+    }
+    if frozen.seq_len.is_none() {
+        frozen.micro_rows = given.micro_rows;
+    }
+    if given.steps.is_none() {
+        (frozen.steps, frozen.warmup_steps) = (None, given.warmup_steps);
+    }
+    Ok(frozen)
 }
 
 /// A line for every option that has no value yet.
@@ -145,6 +124,11 @@ fn comments(all: &TrainOptions) -> Vec<String> {
         let address = solo::METRICS_ADDRESS;
         lines.push(format!("metrics = \"{address}\" (done without if it is taken)"));
     }
+    lines.push(
+        "only on the command line: --store, --data, --new-run, --supervise, --stuck-after, --json, --quiet, \
+         --log-json"
+            .to_owned(),
+    );
     lines
 }
 

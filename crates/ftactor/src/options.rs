@@ -287,7 +287,7 @@ impl TrainOptions {
     }
 
     /// `base`, with everything that is set here taking its place.
-    fn over(&self, base: &TrainOptions) -> anyhow::Result<TrainOptions> {
+    pub(crate) fn over(&self, base: &TrainOptions) -> anyhow::Result<TrainOptions> {
         let mut merged = serde_json::to_value(base).context("options as JSON")?;
         let mine = serde_json::to_value(self).context("options as JSON")?;
         if let (Some(merged), Some(mine)) = (merged.as_object_mut(), mine.as_object()) {
@@ -399,6 +399,12 @@ pub(crate) fn parse_size(text: &str) -> anyhow::Result<usize> {
         }
         _ => refuse(format!("{text}: expected a size such as 380M or 2G")),
     }
+}
+
+/// A size of memory, in the units that options have.
+pub(crate) fn show_ram(bytes: u64) -> String {
+    let mib = bytes as f64 / f64::from(1 << 20);
+    if mib < 1024.0 { format!("{:.0}M", mib.ceil()) } else { format!("{:.1}G", mib / 1024.0) }
 }
 
 #[cfg(test)]

@@ -10,13 +10,13 @@ use serde_json::json;
 use store::{ReadingStore, show_bytes};
 
 use crate::cli::PlanArgs;
-use crate::exit::{Refused, refuse};
+use crate::exit::{self, Refused, refuse};
 use crate::machine;
-use crate::options::{TrainOptions, parse_size};
+use crate::options::{TrainOptions, show_ram};
 use crate::out::{errln, outln};
 use crate::profile::Profile;
 use crate::run_record::{Defaults, RunRecord};
-use crate::run_start;
+use crate::run_start::{self, How};
 use crate::shapes::Shape;
 
 /// Llama's shapes by their usual names.
@@ -34,11 +34,10 @@ const SHAPES: [(&str, Shape); 9] = [
 
 pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
     let subject = Subject::of(args)?;
-    let ram_bytes = match &args.options.ram {
-        Some(text) => parse_size(text)?,
-        None => (machine::available_ram_bytes() / 2) as usize,
-    };
-    let record = record(&subject, &args.options)?;
+    let ram_bytes = run_start::ram_bytes(&args.options)?;
+    let options = subject.options(&args.options)?;
+    let steps = options.steps.unwrap_or(1);
+    let record = RunRecord::new(&options, subject.defaults, steps, Vec::new(), String::new())?;
     let layouts = match args.layout.or(subject.layout) {
         Some(layout) => vec![layout],
         None => StateLayout::ALL.to_vec(),
@@ -47,12 +46,15 @@ pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
     if let Some(other) = profile.as_ref().filter(|profile| !profile.is_of_this_machine()) {
         errln!("note: the profile is of another machine ({})", other.machine);
     }
-    let ask = Ask { options: &args.options, ram_bytes, tbw: args.tbw, profile };
+    let goes_on = subject.goes_on(&args.options)?;
+    let ask = Ask { options: &options, goes_on, ram_bytes, tbw: args.tbw, profile };
     let rows = layouts
         .into_iter()
         .map(|layout| Row::new(&subject, &record, &ask, layout))
         .collect::<anyhow::Result<Vec<Row>>>()?;
     let shape = record.shape();
+    let fits = rows.iter().any(|row| row.fit.is_ok());
+    let code = if fits { ExitCode::SUCCESS } else { ExitCode::from(exit::NOT_ENOUGH) };
     if args.json {
         let layouts: Vec<_> = rows.iter().map(Row::json).collect();
         outln!(
@@ -66,7 +68,7 @@ pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
                 "layouts": layouts,
             })
         );
-        return Ok(ExitCode::SUCCESS);
+        return Ok(code);
     }
     outln!(
         "{}: {} parameters, {} tokens a step ({} x {}), products in {}, {} of RAM",
@@ -76,26 +78,26 @@ pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
         shape.batch_rows,
         shape.seq_len,
         record.compute_dtype,
-        show_bytes(ram_bytes as u64),
+        show_ram(ram_bytes as u64),
     );
     outln!(
-        "{:<8} {:>10} {:>10} {:>11} {:>11} {:>13}  gradients, inputs",
+        "{:<8} {:>10} {:>10} {:>11} {:>11} {:>13}  how",
         "layout",
         "disk",
-        "RAM least",
+        "least RAM",
         "read/step",
         "written",
         format!("{} TBW", args.tbw)
     );
     rows.iter().for_each(|row| outln!("{row}"));
-    if let Some(row) = rows.iter().find(|row| row.fit.is_err()) {
-        outln!(
-            "not enough RAM for {}: it needs {} at least; raise --ram, or choose a smaller --micro-rows",
-            row.layout,
-            show_bytes(row.least_ram)
-        );
+    for row in &rows {
+        match &row.fit {
+            Err(why) => outln!("{}: {why}", row.layout),
+            Ok(Fit { seldom: Some(why), .. }) => outln!("{}: {why}", row.layout),
+            Ok(_) => {}
+        }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
 }
 
 /// What is planned for.
@@ -107,9 +109,27 @@ struct Subject {
     layout: Option<StateLayout>,
     defaults: Defaults,
     locked: Vec<bool>,
+    /// Of a store that has one.
+    run: Option<RunRecord>,
 }
 
 impl Subject {
+    /// Those of its run, where nothing else is given.
+    fn options(&self, given: &TrainOptions) -> anyhow::Result<TrainOptions> {
+        let Some(run) = &self.run else { return Ok(given.clone()) };
+        let mut of_run = run.options()?;
+        if given.batch_rows.is_some() || given.seq_len.is_some() {
+            of_run.micro_rows = None;
+        }
+        given.over(&of_run)
+    }
+
+    /// Whether what is planned is the rest of its run.
+    fn goes_on(&self, given: &TrainOptions) -> anyhow::Result<bool> {
+        let Some(run) = &self.run else { return Ok(false) };
+        Ok(run.differences(given)?.is_empty())
+    }
+
     fn of(args: &PlanArgs) -> anyhow::Result<Subject> {
         match (&args.store, &args.config, &args.size) {
             (Some(dir), _, _) => Subject::of_store(dir),
@@ -141,25 +161,23 @@ impl Subject {
         let locked = store.state().layers.iter().map(|layer| layer.locked).collect();
         let defaults = run_start::defaults(&config, store.defaults());
         let layout = Some(store.layout());
+        let run = store.read_run()?.map(|text| RunRecord::from_json(dir, &text)).transpose()?;
         let name = dir.display().to_string();
-        Ok(Subject { layout, defaults, locked, ..Subject::of_config(name, config) })
+        Ok(Subject { layout, defaults, locked, run, ..Subject::of_config(name, config) })
     }
 
     fn of_config(name: String, config: ModelConfig) -> Subject {
         let table = LayerTable::new(&config);
         let defaults = Defaults { max_positions: config.max_positions, lr: 1e-5 };
         let locked = vec![false; table.len()];
-        Subject { name, config, table, layout: None, defaults, locked }
+        Subject { name, config, table, layout: None, defaults, locked, run: None }
     }
-}
-
-fn record(subject: &Subject, options: &TrainOptions) -> anyhow::Result<RunRecord> {
-    RunRecord::new(options, subject.defaults, options.steps.unwrap_or(1), Vec::new(), String::new())
 }
 
 /// What is asked besides the model.
 struct Ask<'a> {
     options: &'a TrainOptions,
+    goes_on: bool,
     ram_bytes: usize,
     tbw: f64,
     profile: Option<Profile>,
@@ -188,6 +206,8 @@ struct Fit {
     seconds: Option<Seconds>,
     tokens: usize,
     steps: Option<u64>,
+    /// Why commits that are made seldom are no gain.
+    seldom: Option<String>,
 }
 
 /// Of a step.
@@ -228,7 +248,8 @@ impl Row {
         let updates = record.updates(ask.options.update)?;
         let within = |ram_bytes| {
             let state = (&subject.table, layout);
-            let how = (updates, ask.options.recompute_interval());
+            let (interval, goes_on) = (ask.options.recompute_interval(), ask.goes_on);
+            let how = How { updates, interval, goes_on };
             run_start::limits(state, &subject.config, record, how, ram_bytes)
         };
         let least_ram = match within(0) {
@@ -285,6 +306,7 @@ impl Row {
             "least_ram_bytes": self.least_ram,
             "step": fit_json.unwrap_or_default(),
             "refused": fit.err(),
+            "note": fit.ok().and_then(|fit| fit.seldom.as_ref()),
         })
     }
 }
@@ -292,23 +314,26 @@ impl Row {
 impl std::fmt::Display for Row {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Row { layout, disk, least_ram, fit, .. } = self;
-        let (disk, least) = (show_bytes(*disk), show_bytes(*least_ram));
+        let (disk, least) = (show_bytes(*disk), show_ram(*least_ram));
         write!(out, "{:<8} {disk:>10} {least:>10} ", layout.name())?;
         let Ok(fit) = fit else { return write!(out, "does not fit the RAM") };
         let (read, written) =
             (show_bytes(fit.bytes.read_from_disk()), show_bytes(fit.bytes.written));
         let steps = self.steps_of_a_drive().unwrap_or(0.0);
         write!(out, "{read:>11} {written:>11} {steps:>7.0} steps  ")?;
+        write!(out, "{}", update_name(fit.updates))?;
         match (fit.spilled, fit.parked) {
-            (0, 0) => write!(out, "in RAM")?,
-            (spilled, parked) => {
-                write!(out, "on disk: of {spilled} layers, of {parked} visits")?;
-            }
+            (0, 0) => {}
+            (0, parked) => write!(out, ", {parked} inputs of layers wait on the disk")?,
+            (spilled, 0) => write!(out, ", gradients of {spilled} layers wait on the disk")?,
+            (spilled, parked) => write!(
+                out,
+                ", gradients of {spilled} layers and {parked} inputs of layers wait on the disk"
+            )?,
         }
         if fit.tiling == Tiling::Blocks {
-            write!(out, ", layers in blocks")?;
+            write!(out, ", layers in halves (attention, feed-forward)")?;
         }
-        write!(out, ", {}", update_name(fit.updates))?;
         let Some(seconds) = fit.seconds else { return Ok(()) };
         write!(
             out,
@@ -339,24 +364,10 @@ impl Fit {
         layout: StateLayout,
         limits: &Limits,
     ) -> Fit {
-        let commit_every = ask.options.commit_every();
-        let updates = run_start::settled(updates, limits, commit_every);
-        let policy = match updates {
-            Updates::Always(policy) => policy,
-            Updates::Speculative | Updates::Auto => Policy::Fused,
-        };
-        let plan = StepPlan {
-            table: &subject.table,
-            layout,
-            precision: record.dtype().precision(),
-            shape: record.shape(),
-            limits,
-            policy,
-            commit_every,
-            locked: &subject.locked,
-        };
+        let (state, when) = ((&subject.table, layout), (updates, ask.options.commit_every()));
+        let plan = run_start::step_plan(state, record, limits, when, &subject.locked);
         let of_layers = |flags: &[bool]| flags.iter().filter(|flag| **flag).count();
-        let spilled = match policy {
+        let spilled = match plan.policy {
             Policy::Deferred => of_layers(&limits.spilled),
             // What a tied embedding gets from the head.
             Policy::Fused => usize::from(limits.spilled[0]),
@@ -367,7 +378,8 @@ impl Fit {
             tokens: record.shape().step_tokens(),
             steps: ask.options.steps,
             bytes: plan.bytes(),
-            updates,
+            updates: run_start::settled(updates, limits, plan.commit_every),
+            seldom: run_start::seldom_for_nothing(state, record, limits, when, &subject.locked),
             scratch: actors::scratch_bytes(limits, record.shape().micros()),
             spilled,
             parked: limits.parked_groups().count(),

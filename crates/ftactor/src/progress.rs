@@ -33,17 +33,19 @@ pub(crate) struct RunObserver {
     pace: Mutex<Pace>,
 }
 
-/// Seconds a step, smoothed.
+/// Seconds a step, smoothed. The first one, with its cold caches, counts until there is a second.
 #[derive(Debug, Default)]
 struct Pace {
-    seconds: Option<f64>,
+    steps: u64,
+    seconds: f64,
 }
 
 impl Pace {
     fn add(&mut self, seconds: f64) -> f64 {
-        let smooth = self.seconds.map_or(seconds, |old| 0.8 * old + 0.2 * seconds);
-        self.seconds = Some(smooth);
-        smooth
+        self.steps += 1;
+        let newest = if self.steps <= 2 { 1.0 } else { 0.2 };
+        self.seconds += newest * (seconds - self.seconds);
+        self.seconds
     }
 }
 
@@ -237,7 +239,8 @@ pub(crate) struct ByteBar {
 
 impl ByteBar {
     pub(crate) fn new(what: &str) -> ByteBar {
-        let bar = ProgressBar::new(0);
+        // Nothing is drawn before there is something to do.
+        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden());
         let style = ProgressStyle::with_template(
             "{msg} {bar:24} {bytes}/{total_bytes} {bytes_per_sec} ETA {eta}",
         );
@@ -247,6 +250,9 @@ impl ByteBar {
     }
 
     pub(crate) fn at(&self, done: u64, total: u64) {
+        if self.bar.length() == Some(0) && total > 0 {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
         self.bar.set_length(total);
         self.bar.set_position(done);
     }

@@ -213,6 +213,20 @@ impl RunRecord {
         Ok(differences)
     }
 
+    /// What was frozen, as options.
+    pub(crate) fn options(&self) -> anyhow::Result<TrainOptions> {
+        let mut fields = serde_json::to_value(self).context("run.json")?;
+        if let Some(fields) = fields.as_object_mut() {
+            // The rest says what was done with the options, or, the device, only its kind.
+            for name in
+                ["format", "run", "device", "data", "rows-file", "reset-first", "rollback-first"]
+            {
+                fields.remove(name);
+            }
+        }
+        serde_json::from_value(fields).context("run.json as options")
+    }
+
     pub(crate) fn shape(&self) -> RunShape {
         RunShape { batch_rows: self.batch_rows, micro_rows: self.micro_rows, seq_len: self.seq_len }
     }

@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use data::{Order, Rows, RowsError, Sampler};
 use model::{BudgetError, LayerTable, Limits, ModelConfig, StateLayout, Tiling, Workspace};
-use schedule::{Policy, Updates};
+use schedule::{Policy, StepPlan, Updates};
 use serde_json::{Map, Value};
-use store::{RollBack, State, StoreError, TrainingStore};
+use store::{RollBack, State, StoreError, TrainingStore, show_bytes};
 
 use crate::exit::{Refused, refuse};
 use crate::machine;
-use crate::options::TrainOptions;
+use crate::options::{TrainOptions, parse_size};
 use crate::out::errln;
 use crate::run_record::{Defaults, RunRecord};
 use crate::{new_run, text};
@@ -65,7 +65,7 @@ pub(crate) fn decide(
     let mut record = RunRecord::new(options, defaults, steps, prepared.files, prepared.name)?;
     // What cannot run is refused before anything of the old run is gone.
     let updates = record.updates(options.update)?;
-    let how = (updates, options.recompute_interval());
+    let how = How { updates, interval: options.recompute_interval(), goes_on: false };
     limits((store.table(), store.layout()), config, &record, how, ram_bytes)?;
     record.reset_first = store.state().step.0 > 0;
     record.run = before.map_or(1, |text| RunRecord::number_in(&text) + 1);
@@ -232,6 +232,14 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
     })
 }
 
+/// The cap on memory.
+pub(crate) fn ram_bytes(options: &TrainOptions) -> anyhow::Result<usize> {
+    match &options.ram {
+        Some(text) => parse_size(text),
+        None => Ok((machine::available_ram_bytes() / 2) as usize),
+    }
+}
+
 /// What the device needs for the run's microbatches.
 fn workspace(
     config: &ModelConfig,
@@ -252,13 +260,23 @@ pub(crate) fn settled(updates: Updates, limits: &Limits, commit_every: u64) -> U
     }
 }
 
+/// How a run goes about its steps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct How {
+    pub(crate) updates: Updates,
+    pub(crate) interval: usize,
+    /// It has begun: the rows of a step are what they are.
+    pub(crate) goes_on: bool,
+}
+
 pub(crate) fn limits(
     (table, layout): (&LayerTable, StateLayout),
     config: &ModelConfig,
     record: &RunRecord,
-    (updates, interval): (Updates, usize),
+    how: How,
     ram_bytes: usize,
 ) -> anyhow::Result<Limits> {
+    let How { updates, interval, goes_on } = how;
     let shape = record.shape();
     let wait = updates.wait(record.clip_rule()?.fused_wait());
     let workspace = |tiling| workspace(config, layout, record, tiling);
@@ -266,15 +284,62 @@ pub(crate) fn limits(
     at(shape).map_err(|error| match error {
         BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } => {
             let smaller = [
-                (record.micro_rows > 1, "--micro-rows"),
+                (
+                    !goes_on && record.batch_rows > 1,
+                    "--batch-rows: what a step's tokens need is in RAM",
+                ),
+                (
+                    !goes_on && record.batch_rows == 1,
+                    "--seq-len: what a step's tokens need is in RAM",
+                ),
                 (interval > 1, "--recompute-interval, whose layers' inputs are in RAM at once"),
             ];
             let smaller = smaller.into_iter().filter(|(helps, _)| *helps);
-            let remedy = smaller.map(|(_, option)| format!(" or choose a smaller {option}"));
+            let remedy = smaller.map(|(_, option)| format!(", or choose a smaller {option}"));
             let remedy = remedy.collect();
             BudgetError::TooSmall { given_bytes, needed_bytes, parts, remedy }.into()
         }
         other => other.into(),
+    })
+}
+
+/// What a step of the run costs, if every `commit_every`-th one is committed. `updates`: before they are
+/// [`settled`].
+pub(crate) fn step_plan<'a>(
+    (table, layout): (&'a LayerTable, StateLayout),
+    record: &RunRecord,
+    limits: &'a Limits,
+    (updates, commit_every): (Updates, u64),
+    locked: &'a [bool],
+) -> StepPlan<'a> {
+    let policy = match settled(updates, limits, commit_every) {
+        Updates::Always(policy) => policy,
+        Updates::Speculative | Updates::Auto => Policy::Fused,
+    };
+    let (precision, shape) = (record.dtype().precision(), record.shape());
+    StepPlan { table, layout, precision, shape, limits, policy, commit_every, locked }
+}
+
+/// What to know about commits that are made seldom and move no fewer bytes for it.
+pub(crate) fn seldom_for_nothing(
+    state: (&LayerTable, StateLayout),
+    record: &RunRecord,
+    limits: &Limits,
+    (updates, commit_every): (Updates, u64),
+    locked: &[bool],
+) -> Option<String> {
+    let moved = |every| {
+        let bytes = step_plan(state, record, limits, (updates, every), locked).bytes();
+        bytes.read_from_disk() + bytes.written
+    };
+    let (seldom, always) = (moved(commit_every), moved(1));
+    (commit_every > 1 && seldom >= always).then(|| {
+        format!(
+            "--commit-every {commit_every} moves {} a step with this RAM, without it {}: new versions have too \
+             little room to wait in, and gradients wait for their norm; leave it out, or raise --ram",
+            show_bytes(seldom),
+            show_bytes(always)
+        )
     })
 }
 

@@ -19,11 +19,11 @@ use crate::cli::SoloArgs;
 use crate::exit::{self, Refused, refuse};
 use crate::interrupt::Interrupt;
 use crate::log::StepLog;
-use crate::options::{GuardChoice, TrainOptions, parse_size};
+use crate::options::{GuardChoice, TrainOptions, show_ram};
 use crate::out::{errln, out, outln};
 use crate::progress::{ByteBar, OptimizerBytes, RunObserver, Show};
 use crate::run_record::RunRecord;
-use crate::run_start::{Run, decide, finish_rollback, limits, order, settle};
+use crate::run_start::{How, Run, decide, finish_rollback, limits, order, ram_bytes, settle};
 use crate::{demo, effective, layers, machine, run_start, snapshots, supervise, text};
 
 /// How long a closing run waits for threads to let go of the store.
@@ -152,9 +152,7 @@ pub(crate) fn train(
         }
         return Ok(Ended::Already);
     };
-    let bar = ByteBar::new("check locked layers");
-    store.check_locked(|done, total| bar.at(done, total))?;
-    drop(bar);
+    check_locked(&store)?;
     // Those that are locked now are compared on the way.
     if let Some(text) = &options.lock {
         store.lock(&layers::parse(text, store.table())?)?;
@@ -176,17 +174,15 @@ pub(crate) fn train(
     Ok(Ended::Run { summary })
 }
 
+fn check_locked(store: &TrainingStore) -> anyhow::Result<()> {
+    let bar = ByteBar::new("check locked layers");
+    Ok(store.check_locked(|done, total| bar.at(done, total))?)
+}
+
 /// Leftovers of processes that were killed while they tokenised; nobody else holds the store.
 fn remove_temporary_rows(dir: &Path) {
     if let Err(error) = data::remove_temporaries(&dir.join("tokens")) {
         tracing::info!(%error, "leftovers in tokens/ stay");
-    }
-}
-
-fn ram_bytes(options: &TrainOptions) -> anyhow::Result<usize> {
-    match &options.ram {
-        Some(text) => parse_size(text),
-        None => Ok((machine::available_ram_bytes() / 2) as usize),
     }
 }
 
@@ -200,8 +196,14 @@ fn open_session(
     let Run { record, rows } = run;
     let updates = record.updates(options.update)?;
     let state = (store.table(), store.layout());
-    let how = (updates, options.recompute_interval());
+    // A new one was refused before, if it does not fit.
+    let how = How { updates, interval: options.recompute_interval(), goes_on: true };
     let limits = limits(state, &config, &record, how, budget.total_bytes())?;
+    let locked: Vec<bool> = store.state().layers.iter().map(|layer| layer.locked).collect();
+    let when = (updates, options.commit_every());
+    if let Some(why) = run_start::seldom_for_nothing(state, &record, &limits, when, &locked) {
+        errln!("note: {why}");
+    }
     let updates = run_start::settled(updates, &limits, options.commit_every());
     Ok(Session {
         threads: machine::threads(options.threads)?,
@@ -528,7 +530,7 @@ fn print_summary(
         summary.commits,
         show_bytes(summary.read_bytes),
         show_bytes(summary.written_bytes),
-        show_bytes(summary.ram_peak_bytes as u64),
+        show_ram(summary.ram_peak_bytes as u64),
         show_bytes(state_bytes),
     );
     if let Some(failure) = summary.failure.as_ref().filter(|_| summary.end == End::Failed) {

@@ -16,7 +16,8 @@ use crate::os::{LARGE_BYTES, Pages};
 pub enum BudgetError {
     #[error(
         "the memory budget of {given_bytes} bytes is too small: this run needs at least \
-         {needed_bytes} bytes ({parts}); raise --ram{remedy}"
+         {needed_bytes} bytes ({parts}); raise --ram to {}M{remedy}",
+        needed_bytes.div_ceil(1 << 20)
     )]
     TooSmall { given_bytes: u64, needed_bytes: u64, parts: String, remedy: String },
     #[error(

@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use model::{Budget, HostBytes, NextUse};
@@ -158,19 +159,31 @@ impl Transfer for Direct {
         block.released_to(move |block| open.state.kept.keep(range, block, (&budget, next_use)))
     }
 
-    fn read(&self, open: Arc<OpenFile<Handles>>, offset: u64, part: Part, done: IoDone) {
-        let carriers = Arc::clone(&self.carriers);
+    fn read(
+        &self,
+        open: Arc<OpenFile<Handles>>,
+        offset: u64,
+        part: Part,
+        read_bytes: &Arc<AtomicU64>,
+        done: IoDone,
+    ) {
         if part.is_in_place() {
             return self.copiers.run(move || finish(part, done));
         }
+        let (carriers, read_bytes) = (Arc::clone(&self.carriers), Arc::clone(read_bytes));
         let range = offset..offset + part.len() as u64;
-        match open.state.kept.find(&range) {
-            None => carriers.read(open, offset, part, done),
+        let kept = open.state.kept.find(&range);
+        let from_disk = move |part: Part, done| {
+            read_bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
+            carriers.read(open, offset, part, done);
+        };
+        match kept {
+            None => from_disk(part, done),
             Some(kept) => self.copiers.run(move || {
                 let mut part = part;
                 match kept.fill(&mut part) {
                     true => finish(part, done),
-                    false => carriers.read(open, offset, part, done),
+                    false => from_disk(part, done),
                 }
             }),
         }

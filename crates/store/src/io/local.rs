@@ -44,7 +44,15 @@ pub(super) trait Transfer: Send + Sync + fmt::Debug + 'static {
     ) -> HostBytes {
         block
     }
-    fn read(&self, open: Arc<OpenFile<Self::State>>, offset: u64, part: Part, done: IoDone);
+    /// Adds to `read_bytes` what its own memory does not have.
+    fn read(
+        &self,
+        open: Arc<OpenFile<Self::State>>,
+        offset: u64,
+        part: Part,
+        read_bytes: &Arc<AtomicU64>,
+        done: IoDone,
+    );
     /// Writes `bytes[range]` at `offset`.
     fn write(
         &self,
@@ -76,7 +84,7 @@ pub(super) struct Local<T: Transfer> {
 
 #[derive(Debug, Default)]
 struct Counters {
-    read_bytes: AtomicU64,
+    read_bytes: Arc<AtomicU64>,
     written_bytes: AtomicU64,
     syncs: AtomicU64,
 }
@@ -315,8 +323,8 @@ impl<T: Transfer> Io for Local<T> {
         match op {
             Op::Read { file, offset, part } => {
                 assert!(part.len() <= CHUNK_BYTES, "read of {} bytes", part.len());
-                add(&self.counters.read_bytes, part.len());
-                self.transfer.read(self.file(file), offset, part, done);
+                let read_bytes = &self.counters.read_bytes;
+                self.transfer.read(self.file(file), offset, part, read_bytes, done);
             }
             Op::Write { file, offset, bytes, range } => {
                 assert!(range.len() <= CHUNK_BYTES, "write of {} bytes", range.len());

@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use model::{Budget, HostBytes, PAGE_BYTES};
@@ -96,7 +97,15 @@ impl Transfer for Mmap {
         open.map(range, keep).map(Target::in_place).map_err(StoreError::from)
     }
 
-    fn read(&self, open: Arc<OpenFile<Pages>>, offset: u64, part: Part, done: IoDone) {
+    fn read(
+        &self,
+        open: Arc<OpenFile<Pages>>,
+        offset: u64,
+        part: Part,
+        read_bytes: &Arc<AtomicU64>,
+        done: IoDone,
+    ) {
+        read_bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
         let keep_cached = self.keep_cached;
         self.readers.run(move || done(open.read(offset, part, keep_cached)));
     }

@@ -129,7 +129,8 @@ pub enum Op {
 /// What a data operation reports to, once; see [`Done`](crate::Done).
 pub type IoDone = Box<dyn FnOnce(Result<(), IoError>) + Send>;
 
-/// Bytes moved and syncs asked for since the engine started.
+/// Bytes moved and syncs asked for since the engine started. What the engine's own memory has is not
+/// read; what the page cache has is, since nobody can tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IoCounters {
     pub read_bytes: u64,

@@ -250,6 +250,7 @@ fn what_is_read_again_comes_from_memory_until_it_is_written_or_its_room_is_neede
     assert_eq!(read(0, len, AfterUse::Forget), 5);
     behind(6);
     assert_eq!(read(0, len, AfterUse::Forget), 6, "nobody wanted it kept");
+    assert_eq!(io.counters().read_bytes, (5 * len + 4096) as u64, "what memory had is not read");
 }
 
 #[test]
