@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use model::{LayerTable, Limits, ModelConfig, StateLayout, Tiling};
@@ -350,7 +351,8 @@ impl std::fmt::Display for Row {
             seconds.tokens_beyond_the_disk(fit.tokens)
         )?;
         if let Some(steps) = fit.steps {
-            write!(out, "; {steps} steps take {:.1} h", steps as f64 * seconds.step() / 3600.0)?;
+            let all = Duration::from_secs_f64((steps as f64 * seconds.step()).min(1e12));
+            write!(out, "; {steps} steps take {}", indicatif::HumanDuration(all))?;
         }
         Ok(())
     }

@@ -27,6 +27,11 @@ pub(super) trait Lane: Copy {
     /// # Safety
     /// As for [`Lane::load`].
     unsafe fn halves(from: *const u32) -> [Self; 2];
+    /// The same of one word, in every element.
+    ///
+    /// # Safety
+    /// As for [`Lane::splat`].
+    unsafe fn splat_halves(from: *const u32) -> [Self; 2];
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -36,6 +41,15 @@ mod x86 {
     use super::Lane;
 
     const UPPER: i32 = 0xffff_0000u32 as i32;
+
+    #[inline(always)]
+    unsafe fn halves512(words: __m512i) -> [__m512; 2] {
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe {
+            let upper = _mm512_and_si512(words, _mm512_set1_epi32(UPPER));
+            [_mm512_castsi512_ps(upper), _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))]
+        }
+    }
 
     impl Lane for __m512 {
         const WIDTH: usize = 16;
@@ -73,11 +87,22 @@ mod x86 {
         #[inline(always)]
         unsafe fn halves(from: *const u32) -> [Self; 2] {
             // SAFETY: as in `load`.
-            unsafe {
-                let words = _mm512_loadu_si512(from.cast());
-                let upper = _mm512_and_si512(words, _mm512_set1_epi32(UPPER));
-                [_mm512_castsi512_ps(upper), _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))]
-            }
+            unsafe { halves512(_mm512_loadu_si512(from.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_halves(from: *const u32) -> [Self; 2] {
+            // SAFETY: as in `splat`.
+            unsafe { halves512(_mm512_set1_epi32(*from as i32)) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn halves256(words: __m256i) -> [__m256; 2] {
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe {
+            let upper = _mm256_and_si256(words, _mm256_set1_epi32(UPPER));
+            [_mm256_castsi256_ps(upper), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))]
         }
     }
 
@@ -117,11 +142,13 @@ mod x86 {
         #[inline(always)]
         unsafe fn halves(from: *const u32) -> [Self; 2] {
             // SAFETY: as in `load`.
-            unsafe {
-                let words = _mm256_loadu_si256(from.cast());
-                let upper = _mm256_and_si256(words, _mm256_set1_epi32(UPPER));
-                [_mm256_castsi256_ps(upper), _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))]
-            }
+            unsafe { halves256(_mm256_loadu_si256(from.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_halves(from: *const u32) -> [Self; 2] {
+            // SAFETY: as in `splat`.
+            unsafe { halves256(_mm256_set1_epi32(*from as i32)) }
         }
     }
 }
@@ -129,6 +156,13 @@ mod x86 {
 /// The portable register. `mul_add` rounds once, as the instructions do.
 #[derive(Clone, Copy)]
 pub(super) struct Plain([f32; 8]);
+
+impl Plain {
+    fn halves_of(words: [u32; 8]) -> [Plain; 2] {
+        [words.map(|word| word & 0xffff_0000), words.map(|word| word << 16)]
+            .map(|words| Plain(words.map(f32::from_bits)))
+    }
+}
 
 impl Lane for Plain {
     const WIDTH: usize = 8;
@@ -164,8 +198,12 @@ impl Lane for Plain {
     #[inline(always)]
     unsafe fn halves(from: *const u32) -> [Self; 2] {
         // SAFETY: as in `load`.
-        let words: [u32; 8] = unsafe { *from.cast() };
-        [words.map(|word| word & 0xffff_0000), words.map(|word| word << 16)]
-            .map(|words| Plain(words.map(f32::from_bits)))
+        Plain::halves_of(unsafe { *from.cast() })
+    }
+
+    #[inline(always)]
+    unsafe fn splat_halves(from: *const u32) -> [Self; 2] {
+        // SAFETY: as in `splat`.
+        Plain::halves_of([unsafe { *from }; 8])
     }
 }

@@ -165,11 +165,8 @@ impl<V: Lane> Dot for Widened<V> {
 
     #[inline(always)]
     unsafe fn splat(from: *const u32) -> [V; 2] {
-        // SAFETY: the caller's promise; the two values are locals.
-        unsafe {
-            let word = *from;
-            [word & 0xffff_0000, word << 16].map(|bits| V::splat(&f32::from_bits(bits)))
-        }
+        // SAFETY: the caller's promise.
+        unsafe { V::splat_halves(from) }
     }
 
     #[inline(always)]
