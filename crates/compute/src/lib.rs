@@ -8,6 +8,14 @@
 
 mod attention;
 mod cpu;
+// Kernels are proven before there is a device that launches them.
+#[cfg(all(test, emulator))]
+mod cuda;
+#[cfg(all(test, not(emulator)))]
+#[test]
+fn kernels_are_untested_only_where_there_is_no_compiler() {
+    assert!(std::env::var_os("CI").is_none(), "the emulator's kernels were not compiled");
+}
 mod device;
 mod os;
 mod product;
