@@ -7,11 +7,45 @@ use std::ffi::CStr;
 
 use model::{from_bf16, split, to_bf16};
 
-use super::host::{Arg, Grid, LaunchError, Turns, launch};
+use super::driver::Grid;
+use super::host::{LaunchError, Turns, launch};
 use crate::attention::Attention;
 use crate::product::Accum;
 use crate::rows::{self, Angles, HeadNorms, Heads, partial_count};
 use crate::{MicroShape, NO_TARGET};
+
+/// An argument of a kernel, with its buffer.
+#[derive(Debug)]
+enum Arg<'a> {
+    Int(i32),
+    Long(i64),
+    Word(u32),
+    Float(f32),
+    F32(&'a [f32]),
+    Bf16(&'a [u16]),
+    U32(&'a [u32]),
+    F32Out(&'a mut [f32]),
+    Bf16Out(&'a mut [u16]),
+    /// A buffer that is not there.
+    Absent,
+}
+
+impl Arg<'_> {
+    fn bits(&mut self) -> u64 {
+        match self {
+            Arg::Int(value) => u64::from(value.cast_unsigned()),
+            Arg::Long(value) => value.cast_unsigned(),
+            Arg::Word(value) => u64::from(*value),
+            Arg::Float(value) => u64::from(value.to_bits()),
+            Arg::F32(values) => values.as_ptr() as u64,
+            Arg::Bf16(values) => values.as_ptr() as u64,
+            Arg::U32(values) => values.as_ptr() as u64,
+            Arg::F32Out(values) => values.as_mut_ptr() as u64,
+            Arg::Bf16Out(values) => values.as_mut_ptr() as u64,
+            Arg::Absent => 0,
+        }
+    }
+}
 
 /// What products read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,7 +180,7 @@ fn call(
     mut arguments: Vec<Arg<'_>>,
 ) -> Result<(), LaunchError> {
     // SAFETY: the calls below keep what it asks for; tests that would not are tests of the refusal.
-    unsafe { launch(kernel, grid, turns, &mut arguments) }
+    unsafe { launch(kernel, grid, turns, arguments.iter_mut().map(Arg::bits).collect()) }
 }
 
 fn norms(e: Element, turns: Turns) -> Results {
