@@ -198,7 +198,7 @@ fn too_little_memory_is_refused_with_the_number_that_suffices() {
         let store = lab.store(&model.name(), model, 1);
         let args = [&RUN[..], &["--data", &text]].concat();
         let refused = train(&store, &[&args[..], &["--ram", "64K"]].concat()).expect(4);
-        let refused = refused.says(&["65536", "--ram to", "--batch-rows"]);
+        let refused = refused.says(&["65536", "raise --ram to"]);
         let needed = number_after(&refused.stderr, "needs at least ").to_string();
         train(&store, &[&args[..], &["--ram", &needed]].concat()).expect(0);
     }

@@ -203,10 +203,14 @@ fn a_lost_record_of_the_run_is_told_of_and_a_snapshot_brings_it_back() {
     }
     train(&store, &["--steps", "7"]).expect(0);
     // The way out without a snapshot.
-    fs::remove_file(&run).unwrap();
     let new = [&RUN[..], &[&text, "--new-run"]].concat();
-    train(&store, &new).expect(0);
-    assert_eq!(state(&store).0, 6);
+    let lose = || fs::remove_file(&run).unwrap();
+    for lose in [&lose as &dyn Fn(), &|| fs::write(&run, "{").unwrap()] {
+        lose();
+        train(&store, &[]).expect(3).says(&["rollback NAME", "--new-run --data PATH"]);
+        train(&store, &new).expect(0);
+        assert_eq!(state(&store).0, 6);
+    }
 }
 
 #[test]

@@ -60,9 +60,8 @@ pub fn init(
         return Err(ConvertError::invalid(
             &config_path,
             format!(
-                "has `vocab_size` = {}, but the tokenizer has ids up to {}",
-                config.vocab_size,
-                what.tokenizer_vocab - 1
+                "has `vocab_size` = {}, but the tokenizer has {} ids",
+                config.vocab_size, what.tokenizer_vocab
             ),
             "raise `vocab_size` to the tokenizer's number of ids at least",
         ));

@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 pub(crate) struct StepLog {
     path: PathBuf,
     file: File,
+    /// Something could not be written: that is told once.
+    is_broken: bool,
 }
 
 impl StepLog {
@@ -22,13 +24,14 @@ impl StepLog {
             .append(true)
             .open(path)
             .with_context(|| format!("open step log {}", path.display()))?;
-        Ok(StepLog { path: path.to_path_buf(), file })
+        Ok(StepLog { path: path.to_path_buf(), file, is_broken: false })
     }
 
-    /// Appends a line. A log that cannot be written is reported and does not end the run.
+    /// Appends a line. A log that cannot be written is reported once and does not end the run.
     pub(crate) fn write(&mut self, line: &Value) {
-        if let Err(error) = writeln!(self.file, "{line}") {
-            tracing::warn!(path = %self.path.display(), %error, "cannot write the step log");
+        let Err(error) = writeln!(self.file, "{line}") else { return };
+        if !std::mem::replace(&mut self.is_broken, true) {
+            tracing::warn!(path = %self.path.display(), %error, "lines of the step log are lost");
         }
     }
 }

@@ -384,6 +384,11 @@ pub(crate) fn parse_clip(text: &str) -> anyhow::Result<Clip> {
 
 /// `512`, `380M`, `2G`, `1.5G`: K, M, G and T are binary.
 pub(crate) fn parse_size(text: &str) -> anyhow::Result<usize> {
+    let wrong = || {
+        refuse(format!(
+            "`{text}` is no size: expected a number of bytes, or one with K, M, G or T (binary), e.g. 380M or 2G"
+        ))
+    };
     let number = text.trim_end_matches(['K', 'M', 'G', 'T']);
     let unit = match &text[number.len()..] {
         "" => 1u64,
@@ -391,20 +396,24 @@ pub(crate) fn parse_size(text: &str) -> anyhow::Result<usize> {
         "M" => 1 << 20,
         "G" => 1 << 30,
         "T" => 1 << 40,
-        _ => return refuse(format!("{text}: expected a size such as 380M or 2G")),
+        _ => return wrong(),
     };
     match number.parse::<f64>() {
         Ok(value) if value >= 0.0 && value * (unit as f64) < (1u64 << 62) as f64 => {
             Ok((value * unit as f64) as usize)
         }
-        _ => refuse(format!("{text}: expected a size such as 380M or 2G")),
+        _ => wrong(),
     }
 }
 
-/// A size of memory, in the units that options have.
+/// A size of memory in the units that options have, rounded up: given again it is no less.
 pub(crate) fn show_ram(bytes: u64) -> String {
     let mib = bytes as f64 / f64::from(1 << 20);
-    if mib < 1024.0 { format!("{:.0}M", mib.ceil()) } else { format!("{:.1}G", mib / 1024.0) }
+    if mib < 1024.0 {
+        format!("{:.0}M", mib.ceil())
+    } else {
+        format!("{:.1}G", (mib / 102.4).ceil() / 10.0)
+    }
 }
 
 #[cfg(test)]

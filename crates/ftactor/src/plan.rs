@@ -12,6 +12,7 @@ use store::{ReadingStore, show_bytes};
 
 use crate::cli::PlanArgs;
 use crate::exit::{self, Refused, refuse};
+use crate::layers;
 use crate::machine;
 use crate::options::{TrainOptions, show_ram};
 use crate::out::{errln, outln};
@@ -34,7 +35,17 @@ const SHAPES: [(&str, Shape); 9] = [
 ];
 
 pub(crate) fn plan(args: &PlanArgs) -> anyhow::Result<ExitCode> {
-    let subject = Subject::of(args)?;
+    let mut subject = Subject::of(args)?;
+    if let Some(layers) = &args.options.lock {
+        let layers = layers::parse(layers, &subject.table)?;
+        layers.iter().for_each(|layer| subject.locked[layer.index()] = true);
+    }
+    if !subject.locked.contains(&false) {
+        return refuse("all layers are locked: nothing would be trained");
+    }
+    if !(args.tbw.is_finite() && args.tbw > 0.0) {
+        return refuse(format!("--tbw {}: expected terabytes above 0, e.g. 1200", args.tbw));
+    }
     let ram_bytes = run_start::ram_bytes(&args.options)?;
     let options = subject.options(&args.options)?;
     let steps = options.steps.unwrap_or(1);
@@ -163,6 +174,9 @@ impl Subject {
         let defaults = run_start::defaults(&config, store.defaults());
         let layout = Some(store.layout());
         let run = store.read_run()?.map(|text| RunRecord::from_json(dir, &text)).transpose()?;
+        if run.is_none() {
+            run_start::check_untrained(dir, store.state())?;
+        }
         let name = dir.display().to_string();
         Ok(Subject { layout, defaults, locked, run, ..Subject::of_config(name, config) })
     }

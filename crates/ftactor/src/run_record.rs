@@ -17,6 +17,11 @@ use crate::options::{
 };
 
 const FORMAT: u32 = 1;
+
+/// What to do about a `run.json` that is lost or damaged.
+pub(crate) const RUN_LOST: &str = "going back to a snapshot brings its own (`rollback NAME`), and `solo --new-run \
+    --data PATH` starts a new run from the weights";
+
 const MICRO_TOKENS: usize = 2048;
 const MOST_TOKENS: usize = 1 << 32;
 /// Beyond it one update of AdamW, about `lr` per weight, already ends in infinities.
@@ -164,7 +169,7 @@ impl RunRecord {
     pub(crate) fn from_json(dir: &Path, text: &str) -> anyhow::Result<RunRecord> {
         let damaged = |error: serde_json::Error| StoreError::Damaged {
             file: dir.join("run.json"),
-            what: error.to_string(),
+            what: format!("{error}; {RUN_LOST}"),
         };
         let value: serde_json::Value = serde_json::from_str(text).map_err(damaged)?;
         // First: a newer format may have fields that this version does not know.

@@ -16,7 +16,7 @@ use crate::exit::{Refused, refuse};
 use crate::machine;
 use crate::options::{TrainOptions, parse_size};
 use crate::out::errln;
-use crate::run_record::{Defaults, RunRecord};
+use crate::run_record::{Defaults, RUN_LOST, RunRecord};
 use crate::{new_run, text};
 
 /// What to do about token rows that are lost or damaged.
@@ -30,6 +30,8 @@ const LR: f64 = 1e-5;
 pub(crate) struct Run {
     pub(crate) record: RunRecord,
     pub(crate) rows: Rows,
+    /// What to know about it, once it is sure to begin.
+    pub(crate) note: Option<String>,
 }
 
 /// The unfinished run, or a new one; `None` if all steps are committed.
@@ -70,7 +72,7 @@ pub(crate) fn decide(
     record.reset_first = store.state().step.0 > 0;
     record.run = before.map_or(1, |text| RunRecord::number_in(&text) + 1);
     check_rows(&prepared.rows, &record, &store.state())?;
-    Ok(Some(Run { record, rows: prepared.rows }))
+    Ok(Some(Run { record, rows: prepared.rows, note: None }))
 }
 
 /// What options default to for a store of this model; `stored` is what the store says.
@@ -97,10 +99,11 @@ pub(crate) fn settle(store: &TrainingStore, record: &mut RunRecord) -> anyhow::R
     Ok(())
 }
 
-/// Goes back to the snapshot that `run.json` comes from, if that has not been done yet.
+/// Goes back to the snapshot that `run.json` comes from, if that has not been done yet. A record that cannot
+/// be read says nothing; whoever needs it says so.
 pub(crate) fn finish_rollback(store: &TrainingStore) -> anyhow::Result<()> {
     let Some(text) = store.read_run()? else { return Ok(()) };
-    let mut record = RunRecord::from_json(store.dir(), &text)?;
+    let Ok(mut record) = RunRecord::from_json(store.dir(), &text) else { return Ok(()) };
     let Some(name) = record.rollback_first.take() else { return Ok(()) };
     store.rollback(RollBack::Snapshot(&name), None, |_, _| {})?;
     Ok(store.write_run(&record.to_json()?)?)
@@ -111,9 +114,8 @@ pub(crate) fn check_untrained(dir: &Path, state: &State) -> Result<(), StoreErro
     if state.step.0 == 0 {
         return Ok(());
     }
-    let what = "the file is missing; going back to a snapshot brings its own, and `solo --new-run` \
-                starts a new run from the weights";
-    Err(StoreError::Damaged { file: dir.join("run.json"), what: what.into() })
+    let what = format!("the file is missing; {RUN_LOST}");
+    Err(StoreError::Damaged { file: dir.join("run.json"), what })
 }
 
 /// An error of the run's rows, with what can be done about it.
@@ -149,19 +151,20 @@ fn resume(
     let sampler = batches(&rows, record.batch_rows);
     let wanted =
         options.steps.or(options.epochs.map(|e| e.saturating_mul(sampler.steps_per_epoch())));
+    let mut note = None;
     if let Some(steps) = wanted.filter(|steps| *steps != record.steps) {
         if steps < record.steps {
             return refuse(format!(
                 "the run was started for {} steps, of which {} are done; {steps} would change its \
-                 schedule: leave --steps and --epochs out, or start again with --new-run",
+                 schedule: leave --steps and --epochs out, or start again with --new-run --data PATH",
                 record.steps,
                 store.state().step.0
             ));
         }
-        errln!(
-            "note: the run now has {steps} steps instead of {}, and its learning rates follow",
+        note = Some(format!(
+            "the run now has {steps} steps instead of {}, and its learning rates follow",
             record.steps
-        );
+        ));
         record.steps = steps;
     }
     // What a guard refuses changes no step that was committed.
@@ -174,7 +177,7 @@ fn resume(
     // The whole file is hashed: rot in it would be trained on.
     rows.verify().map_err(advised)?;
     check_rows(&rows, &record, &store.state())?;
-    Ok(Some(Run { record, rows }))
+    Ok(Some(Run { record, rows, note }))
 }
 
 /// Refuses options that would change the bits of the store's run, each by name.
@@ -216,7 +219,7 @@ pub(crate) fn order(rows: u64, seed: u64, shuffle: bool) -> Order {
 fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<()> {
     if rows.seq_len() as usize != record.seq_len {
         return refuse(format!(
-            "{} of the store has rows of {} tokens, run.json says {}; start again with --new-run",
+            "{} of the store has rows of {} tokens, run.json says {}; start again with --new-run --data PATH",
             record.rows_file,
             rows.seq_len(),
             record.seq_len
@@ -228,7 +231,10 @@ fn check_rows(rows: &Rows, record: &RunRecord, state: &State) -> anyhow::Result<
     let sampler = batches(rows, record.batch_rows);
     let cursor = data::Cursor { epoch: state.epoch, index: state.index };
     sampler.check(cursor).map_err(|error| {
-        Refused(format!("run.json does not fit the last commit: {error}; use --new-run")).into()
+        Refused(format!(
+            "run.json does not fit the last commit: {error}; use --new-run --data PATH"
+        ))
+        .into()
     })
 }
 
@@ -277,26 +283,27 @@ pub(crate) fn limits(
     ram_bytes: usize,
 ) -> anyhow::Result<Limits> {
     let How { updates, interval, goes_on } = how;
-    let shape = record.shape();
     let wait = updates.wait(record.clip_rule()?.fused_wait());
-    let workspace = |tiling| workspace(config, layout, record, tiling);
-    let at = |shape| Limits::new(table, layout, shape, workspace, wait, interval, ram_bytes);
-    at(shape).map_err(|error| match error {
+    let at = |record: &RunRecord, interval| {
+        let workspace = |tiling| workspace(config, layout, record, tiling);
+        Limits::new(table, layout, record.shape(), workspace, wait, interval, ram_bytes)
+    };
+    at(record, interval).map_err(|error| match error {
         BudgetError::TooSmall { given_bytes, needed_bytes, parts, .. } => {
+            // What does not suffice even at its smallest is no advice.
+            let one_row = RunRecord { batch_rows: 1, micro_rows: 1, ..record.clone() };
+            let short = RunRecord { seq_len: 2, ..one_row.clone() };
             let smaller = [
-                (
-                    !goes_on && record.batch_rows > 1,
-                    "--batch-rows: what a step's tokens need is in RAM",
-                ),
-                (
-                    !goes_on && record.batch_rows == 1,
-                    "--seq-len: what a step's tokens need is in RAM",
-                ),
-                (interval > 1, "--recompute-interval, whose layers' inputs are in RAM at once"),
+                (at(record, 1).is_ok(), "--recompute-interval"),
+                (!goes_on && at(&one_row, 1).is_ok(), "--batch-rows"),
+                (!goes_on && at(&short, 1).is_ok(), "--batch-rows and --seq-len"),
             ];
-            let smaller = smaller.into_iter().filter(|(helps, _)| *helps);
-            let remedy = smaller.map(|(_, option)| format!(", or choose a smaller {option}"));
-            let remedy = remedy.collect();
+            let remedy = smaller.into_iter().find(|(helps, _)| *helps);
+            let remedy = remedy.map_or_else(String::new, |(_, option)| {
+                format!(
+                    ", or choose a smaller {option}: what a step's tokens need at once is in RAM"
+                )
+            });
             BudgetError::TooSmall { given_bytes, needed_bytes, parts, remedy }.into()
         }
         other => other.into(),
@@ -320,7 +327,10 @@ pub(crate) fn step_plan<'a>(
     StepPlan { table, layout, precision, shape, limits, policy, commit_every, locked }
 }
 
-/// What to know about commits that are made seldom and move no fewer bytes for it.
+/// Share of the bytes of a step that commits made seldom have to save to be a gain.
+const GAIN: f64 = 0.02;
+
+/// What to know about commits that are made seldom and move about as many bytes.
 pub(crate) fn seldom_for_nothing(
     state: (&LayerTable, StateLayout),
     record: &RunRecord,
@@ -328,19 +338,29 @@ pub(crate) fn seldom_for_nothing(
     (updates, commit_every): (Updates, u64),
     locked: &[bool],
 ) -> Option<String> {
-    let moved = |every| {
+    let moved = |updates, every| {
         let bytes = step_plan(state, record, limits, (updates, every), locked).bytes();
         bytes.read_from_disk() + bytes.written
     };
-    let (seldom, always) = (moved(commit_every), moved(1));
-    (commit_every > 1 && seldom >= always).then(|| {
-        format!(
-            "--commit-every {commit_every} moves {} a step with this RAM, without it {}: new versions have too \
-             little room to wait in, and gradients wait for their norm; leave it out, or raise --ram",
-            show_bytes(seldom),
-            show_bytes(always)
-        )
-    })
+    let (seldom, always) = (moved(updates, commit_every), moved(updates, 1));
+    if commit_every == 1 || (seldom as f64) < (1.0 - GAIN) * always as f64 {
+        return None;
+    }
+    // Speculation is dear where it fails, and is given up then.
+    let clipped = moved(Policy::Deferred.into(), 1);
+    let without = match settled(updates, limits, 1) {
+        Updates::Auto | Updates::Speculative => {
+            format!("{} while little is clipped, else {}", show_bytes(always), show_bytes(clipped))
+        }
+        Updates::Always(_) => show_bytes(always),
+    };
+    let (table, layout) = state;
+    Some(format!(
+        "--commit-every {commit_every} is no gain with this RAM: it moves {} a step, and without it {without}; it \
+         pays where new versions have room to wait, {} for all of them beside what a step needs",
+        show_bytes(seldom),
+        show_bytes(layout.bytes(table.elements()) as u64)
+    ))
 }
 
 /// What would otherwise show only hours into the run.
@@ -353,7 +373,10 @@ fn check_paths(store: &TrainingStore, options: &TrainOptions) -> anyhow::Result<
     let folder = folder.canonicalize().map_err(|e| {
         Refused(format!("--log {}: its directory cannot be used: {e}", log.display()))
     })?;
-    if machine::is_inside(&folder, store.dir()) || log.is_dir() {
+    if log.is_dir() {
+        return refuse(format!("--log {} is a directory: give a file", log.display()));
+    }
+    if machine::is_inside(&folder, store.dir()) {
         return refuse(format!("--log {}: give a file outside the store", log.display()));
     }
     if log.metadata().is_ok_and(|is| !is.is_file() && !is_open_already(log, is.file_type())) {

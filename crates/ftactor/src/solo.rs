@@ -147,7 +147,7 @@ pub(crate) fn train(
         store.close()?;
         if show != Show::Json {
             outln!(
-                "the run is complete: {step} steps; give more --steps, or --new-run to start again"
+                "the run is complete: {step} steps; give more --steps, or --new-run --data PATH to start again"
             );
         }
         return Ok(Ended::Already);
@@ -193,7 +193,7 @@ fn open_session(
     options: &TrainOptions,
     budget: Budget,
 ) -> anyhow::Result<Session> {
-    let Run { record, rows } = run;
+    let Run { record, rows, note } = run;
     let updates = record.updates(options.update)?;
     let state = (store.table(), store.layout());
     // A new one was refused before, if it does not fit.
@@ -203,6 +203,9 @@ fn open_session(
     let when = (updates, options.commit_every());
     if let Some(why) = run_start::seldom_for_nothing(state, &record, &limits, when, &locked) {
         errln!("note: {why}");
+    }
+    if let Some(note) = note {
+        errln!("note: {note}");
     }
     let updates = run_start::settled(updates, &limits, options.commit_every());
     Ok(Session {
