@@ -7,7 +7,8 @@ use std::ffi::CStr;
 
 use model::{from_bf16, split, to_bf16};
 
-use super::driver::Grid;
+use super::driver::Element::{Bf16, F32};
+use super::driver::{Element, Grid};
 use super::host::{LaunchError, Turns, launch};
 use crate::attention::Attention;
 use crate::product::Accum;
@@ -47,28 +48,19 @@ impl Arg<'_> {
     }
 }
 
-/// What products read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Element {
-    F32,
-    Bf16,
-}
-use Element::{Bf16, F32};
-
-impl Element {
-    /// Relative norm within which a result is right.
-    fn tolerance(self) -> f64 {
-        match self {
-            F32 => 1e-5,
-            Bf16 => 1e-2,
-        }
+/// Relative norm within which a result is right.
+fn tolerance(element: Element) -> f64 {
+    match element {
+        F32 => 1e-5,
+        Bf16 => 1e-2,
     }
+}
 
-    fn pick(self, f32: &'static CStr, bf16: &'static CStr) -> &'static CStr {
-        match self {
-            F32 => f32,
-            Bf16 => bf16,
-        }
+/// The kernel's name for an element.
+fn pick(element: Element, f32: &'static CStr, bf16: &'static CStr) -> &'static CStr {
+    match element {
+        F32 => f32,
+        Bf16 => bf16,
     }
 }
 
@@ -196,12 +188,12 @@ fn norms(e: Element, turns: Turns) -> Results {
         h.write(),
         Arg::F32Out(&mut rstd),
     ];
-    call(e.pick(c"norm_f32", c"norm_bf16"), a_block_each(tokens, 96), turns, args)?;
+    call(pick(e, c"norm_f32", c"norm_bf16"), a_block_each(tokens, 96), turns, args)?;
     let (mut want, mut want_rstd) = (vec![0.0; tokens * width], vec![0.0; tokens]);
     rows::norm(&x, &w, eps, &mut want, &mut want_rstd);
     let mut again = Buffer::unwritten(e, tokens * width);
     let args = vec![Arg::F32(&x), Arg::F32(&w), Arg::F32(&want_rstd), ints(), again.write()];
-    call(e.pick(c"norm_again_f32", c"norm_again_bf16"), a_block_each(tokens, 32), turns, args)?;
+    call(pick(e, c"norm_again_f32", c"norm_again_bf16"), a_block_each(tokens, 32), turns, args)?;
 
     let (dh, start) = (values(tokens * width, 3), values(tokens * width, 4));
     let mut results = vec![
@@ -251,7 +243,7 @@ fn column_sums(e: Element, turns: Turns) -> Results {
             Arg::Int(width as i32),
             Arg::F32Out(&mut partials),
         ];
-        call(e.pick(c"column_sums_f32", c"column_sums_bf16"), grid, turns, args)?;
+        call(pick(e, c"column_sums_f32", c"column_sums_bf16"), grid, turns, args)?;
         let args = vec![
             Arg::F32(&partials),
             Arg::Int(blocks as i32),
@@ -297,7 +289,7 @@ fn rotations(e: Element, turns: Turns) -> Results {
         let qkv = operand(e, tokens * width, 3);
         let mut turned = Buffer::of(e, &qkv);
         let args = [turned.write()].into_iter().chain(turn()).collect();
-        call(e.pick(c"rotate_f32", c"rotate_bf16"), grid, turns, args)?;
+        call(pick(e, c"rotate_f32", c"rotate_bf16"), grid, turns, args)?;
         let mut want = qkv.clone();
         rows::rotate(&mut want, heads, &angles);
         results.push(checked("qkv", turned.wide(), want));
@@ -314,7 +306,7 @@ fn rotations(e: Element, turns: Turns) -> Results {
             copied.write(),
         ];
         call(
-            e.pick(c"copy_columns_f32", c"copy_columns_bf16"),
+            pick(e, c"copy_columns_f32", c"copy_columns_bf16"),
             a_thread_each(raw.len()),
             turns,
             args,
@@ -322,7 +314,7 @@ fn rotations(e: Element, turns: Turns) -> Results {
         let dqkv = operand(e, tokens * width, 4);
         let (mut back, mut terms) = (Buffer::of(e, &dqkv), vec![f32::NAN; tokens * rotated]);
         let args = [back.write(), copied.read(), Arg::F32Out(&mut terms)].into_iter().chain(turn());
-        let name = e.pick(c"rotate_backward_f32", c"rotate_backward_bf16");
+        let name = pick(e, c"rotate_backward_f32", c"rotate_backward_bf16");
         call(name, grid, turns, args.collect())?;
         let (mut want, mut partials) = (dqkv, vec![0.0; partial_count(tokens) * 2 * n]);
         let kept = if has_norms { &raw[..] } else { &[] };
@@ -350,14 +342,14 @@ fn feed_forward(e: Element, turns: Turns) -> Results {
     let ints = || [Arg::Long(elements as i64), Arg::Int(width as i32)];
     let (mut given, mut a) = (Buffer::of(e, &gate_up), Buffer::unwritten(e, elements));
     let args = [given.read()].into_iter().chain(ints()).chain([a.write()]).collect();
-    call(e.pick(c"swiglu_f32", c"swiglu_bf16"), grid, turns, args)?;
+    call(pick(e, c"swiglu_f32", c"swiglu_bf16"), grid, turns, args)?;
     let mut want = vec![0.0; elements];
     rows::swiglu(&gate_up, &mut want, width);
     let mut results = vec![checked("a", a.wide(), want)];
 
     let mut back = Buffer::of(e, &da);
     let args = [given.write(), back.write()].into_iter().chain(ints()).collect();
-    call(e.pick(c"swiglu_backward_f32", c"swiglu_backward_bf16"), grid, turns, args)?;
+    call(pick(e, c"swiglu_backward_f32", c"swiglu_backward_bf16"), grid, turns, args)?;
     let (mut want, mut want_a) = (gate_up, da);
     rows::swiglu_backward(&mut want, &mut want_a, width);
     results.push(checked("dgate_up", given.wide(), want));
@@ -366,7 +358,7 @@ fn feed_forward(e: Element, turns: Turns) -> Results {
     let (y, bias) = (operand(e, elements, 3), values(width, 4));
     let mut biased = Buffer::of(e, &y);
     let args = [biased.write(), Arg::F32(&bias)].into_iter().chain(ints()).collect();
-    call(e.pick(c"add_bias_f32", c"add_bias_bf16"), grid, turns, args)?;
+    call(pick(e, c"add_bias_f32", c"add_bias_bf16"), grid, turns, args)?;
     let mut want = y;
     rows::add_bias(&mut want, &bias);
     results.push(checked("y + b", biased.wide(), want));
@@ -473,7 +465,7 @@ fn head(e: Element, turns: Turns) -> Results {
             gradient.write(),
         ];
         call(
-            e.pick(c"head_gradient_f32", c"head_gradient_bf16"),
+            pick(e, c"head_gradient_f32", c"head_gradient_bf16"),
             a_block_each(tokens, 32),
             turns,
             args,
@@ -545,7 +537,7 @@ fn attention(e: Element, turns: Turns) -> Results {
         let args = [o.read(), d_given.read()].into_iter();
         let args = args.chain([seq_len, heads, n].map(|value| Arg::Int(value as i32)));
         let args = args.chain([Arg::F32Out(&mut delta)]).collect();
-        let name = e.pick(c"attention_delta_f32", c"attention_delta_bf16");
+        let name = pick(e, c"attention_delta_f32", c"attention_delta_bf16");
         let grid = Grid { blocks: [tokens as u32, heads as u32, 1], threads: 32, shared_bytes: 0 };
         call(name, grid, turns, args)?;
         let mut dqkv = Buffer::unwritten(e, tokens * width);
@@ -586,7 +578,7 @@ fn kernels_compute_what_the_cpu_does_whatever_the_order_of_threads() {
             for result in &results {
                 let apart = result.distance();
                 assert!(
-                    apart < element.tolerance(),
+                    apart < tolerance(element),
                     "{name} {element:?}, {}: {apart:e}",
                     result.name
                 );
