@@ -338,12 +338,15 @@ pub(crate) fn seldom_for_nothing(
     (updates, commit_every): (Updates, u64),
     locked: &[bool],
 ) -> Option<String> {
+    if commit_every == 1 {
+        return None;
+    }
     let moved = |updates, every| {
         let bytes = step_plan(state, record, limits, (updates, every), locked).bytes();
         bytes.read_from_disk() + bytes.written
     };
     let (seldom, always) = (moved(updates, commit_every), moved(updates, 1));
-    if commit_every == 1 || (seldom as f64) < (1.0 - GAIN) * always as f64 {
+    if (seldom as f64) < (1.0 - GAIN) * always as f64 {
         return None;
     }
     // Speculation is dear where it fails, and is given up then.

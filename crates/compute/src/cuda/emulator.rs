@@ -96,8 +96,15 @@ unsafe impl Send for Place {}
 
 impl Place {
     /// # Safety
+    /// Nobody writes to the place until the slice is gone.
+    unsafe fn read<'a>(self) -> &'a [u8] {
+        // SAFETY: the caller's promise; the range is inside its block.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+
+    /// # Safety
     /// Nobody else uses the place until the slice is gone.
-    unsafe fn bytes<'a>(self) -> &'a mut [u8] {
+    unsafe fn write<'a>(self) -> &'a mut [u8] {
         // SAFETY: the caller's promise; the range is inside its block.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
@@ -147,8 +154,7 @@ impl Emulator {
         work: impl FnOnce(&[Place]) -> Result<(), String> + Send + 'static,
     ) {
         let mut shared = self.shared();
-        let places: Result<Vec<Place>, String> = shared.begin(on, uses);
-        match places {
+        match shared.begin(on, uses) {
             Ok(places) => self.send(on, Box::new(move || work(&places))),
             Err(what) => shared.fail(what),
         }
@@ -195,7 +201,8 @@ impl Shared {
     fn begin(&mut self, on: Stream, uses: &[(&Span, bool)]) -> Result<Vec<Place>, String> {
         let stream = on.index();
         // What the host has seen happened before whatever it asks for now.
-        join(stream, HOST, &mut self.clocks);
+        let seen = self.clocks[HOST];
+        learn(&mut self.clocks[stream], &seen);
         self.clocks[stream][stream] += 1;
         let (clock, at) = (self.clocks[stream], self.clocks[stream][stream]);
         let each = |&(span, writes): &(&Span, bool)| {
@@ -221,12 +228,7 @@ impl Shared {
     }
 }
 
-/// `who` knows from now on what `from` knows.
-fn join(who: usize, from: usize, clocks: &mut [Clock; STREAMS + 1]) {
-    let from = clocks[from];
-    learn(&mut clocks[who], &from);
-}
-
+/// Whose clock it is knows from now on what `from` knows.
 fn learn(clock: &mut Clock, from: &Clock) {
     clock.iter_mut().zip(from).for_each(|(mine, theirs)| *mine = (*mine).max(*theirs));
 }
@@ -285,7 +287,7 @@ impl Driver for Emulator {
     fn copy_in(&self, on: Stream, from: Arc<HostBytes>, bytes: Range<usize>, to: Span) {
         self.enqueue(on, &[(&to, true)], move |places| {
             // SAFETY: only this work uses the place.
-            let to = unsafe { places[0].bytes() };
+            let to = unsafe { places[0].write() };
             to.copy_from_slice(&from.bytes()[bytes]);
             Ok(())
         });
@@ -300,7 +302,7 @@ impl Driver for Emulator {
     ) {
         self.enqueue(on, &[(&from, false)], move |places| {
             // SAFETY: only reads use the place.
-            let from = unsafe { places[0].bytes() };
+            let from = unsafe { places[0].read() };
             to.bytes_mut()[..from.len()].copy_from_slice(from);
             done(to);
             Ok(())
@@ -310,7 +312,7 @@ impl Driver for Emulator {
     fn fill(&self, on: Stream, to: Span, byte: u8) {
         self.enqueue(on, &[(&to, true)], move |places| {
             // SAFETY: only this work uses the place.
-            unsafe { places[0].bytes() }.fill(byte);
+            unsafe { places[0].write() }.fill(byte);
             Ok(())
         });
     }
@@ -341,9 +343,11 @@ impl Driver for Emulator {
                     return Err(format!("a matrix of {bytes} bytes lies in {}", place.len));
                 }
             }
-            // SAFETY: nobody else writes the operands, and only this work uses the result.
-            let [a, b, c] = [0, 1, 2].map(|i| unsafe { places[i].bytes() });
-            let (a, b) = (wide(operands, a), wide(operands, b));
+            // SAFETY: nobody else writes the operands, which may be one, and they are copied before the
+            // result is written, which only this work uses.
+            let [a, b] = [0, 1].map(|i| wide(operands, unsafe { places[i].read() }));
+            // SAFETY: as above.
+            let c = unsafe { places[2].write() };
             let mut sums = if add { wide(result, c) } else { vec![0.0; m * n] };
             let accum = if add { Accum::Add } else { Accum::Replace };
             let dtype = ComputeDtype::F32;
@@ -358,7 +362,9 @@ impl Driver for Emulator {
     }
 
     fn record(&self, on: Stream) -> Event {
-        let clock = self.shared().clocks[on.index()];
+        // Held until the work is in its queue: the queue's order is the clocks'.
+        let shared = self.shared();
+        let clock = shared.clocks[on.index()];
         let reached = Arc::new(Reached { clock, done: AtomicBool::new(false) });
         let event = Event(reached.clone());
         self.send(
@@ -376,7 +382,8 @@ impl Driver for Emulator {
             Ok(reached) => reached,
             Err(what) => return self.shared().fail(what),
         };
-        learn(&mut self.shared().clocks[on.index()], &reached.clock);
+        let mut shared = self.shared();
+        learn(&mut shared.clocks[on.index()], &reached.clock);
         let waiting = Arc::clone(&self.shared);
         self.send(
             on,

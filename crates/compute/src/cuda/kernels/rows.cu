@@ -22,8 +22,8 @@ template <class E> DEVICE void norm_again(const float *x, const float *w, const 
 }
 
 // dx (+)= rstd * (dh * w - x * rstd^2 * mean(dh * w * x)). A block a row.
-DEVICE void norm_gradient(const float *dh, const float *x, const float *w, const float *rstd, int width, int add,
-                          float *dx) {
+KERNEL(norm_backward)(const float *dh, const float *x, const float *w, const float *rstd, int width, int add,
+                      float *dx) {
     i64 row = blockIdx.x, start = row * width;
     float inner = 0.0f;
     for (int i = threadIdx.x; i < width; i += blockDim.x) inner += dh[start + i] * w[i] * x[start + i];
@@ -59,7 +59,7 @@ DEVICE void column_sums(const E *dy, const float *x, const float *rstd, i64 rows
 }
 
 // to[c] (+)= the sum of count partials[., c], in order. A thread a column.
-DEVICE void fold(const float *partials, int count, int width, int add, float *to) {
+KERNEL(fold_columns)(const float *partials, int count, int width, int add, float *to) {
     i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= width) return;
     float sum = 0.0f;
@@ -176,18 +176,11 @@ KERNEL(norm_again_f32)(const float *x, const float *w, const float *rstd, int wi
 KERNEL(norm_again_bf16)(const float *x, const float *w, const float *rstd, int width, bf16 *h) {
     norm_again(x, w, rstd, width, h);
 }
-KERNEL(norm_backward)(const float *dh, const float *x, const float *w, const float *rstd, int width, int add,
-                      float *dx) {
-    norm_gradient(dh, x, w, rstd, width, add, dx);
-}
 KERNEL(column_sums_f32)(const float *dy, const float *x, const float *rstd, i64 rows, int width, float *partials) {
     column_sums(dy, x, rstd, rows, width, partials);
 }
 KERNEL(column_sums_bf16)(const bf16 *dy, const float *x, const float *rstd, i64 rows, int width, float *partials) {
     column_sums(dy, x, rstd, rows, width, partials);
-}
-KERNEL(fold_columns)(const float *partials, int count, int width, int add, float *to) {
-    fold(partials, count, width, add, to);
 }
 KERNEL(rotate_f32)(float *qkv, const float *cosines, const float *sines, const float *query_norm,
                    const float *key_norm, float eps, int seq_len, int query_heads, int key_heads, int head_dim) {
